@@ -10,7 +10,8 @@ and an answer is right if it is the next one, modulo the vocabulary. The example
   the hidden states are equal. It is exactly 1, however the trainer shuffles and cuts the batch.
 - |log p(trainer) - log p(engine)| of the tokens of the first batch. The engine is plain PyTorch and
   stands for one that shares no kernel with the trainer. It takes seven tokens at a time and adds up
-  two halves of each sum, which its layers round as two tensor-parallel ranks do.
+  two halves of each sum, which its layers round as two tensor-parallel ranks do. Where nothing is
+  recorded, `truncated_stats` finds the classes again from the trainer's logits.
 - The same between two calls of Partita without cut-offs, one for all tokens and one for each token:
   with the usual products and with those of `batch_invariant()`, where it is 0.
 
@@ -60,7 +61,7 @@ class Drawn(NamedTuple):
     @property
     def sets(self) -> tuple[Tensor, Tensor]:
         """What was kept as ids and offsets."""
-        return self.kept.nonzero()[:, 1], F.pad(self.kept.sum(1).cumsum(0), (1, 0))
+        return as_sets(self.kept)
 
 
 class Spread(NamedTuple):
@@ -113,6 +114,20 @@ class Policy(nn.Module):
         return F.rms_norm(x, (WIDTH,))[prompts]
 
 
+def as_sets(kept: Tensor | Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return recorded classes as ids and offsets.
+
+    They are a mask over the vocabulary, `[N, CLASSES]` bool, or a list for each token, as engines
+    return them. A token of which nothing was recorded has all classes in its set.
+    """
+    if isinstance(kept, Tensor):
+        ids, numbers = kept.nonzero()[:, 1], kept.sum(1)
+    else:
+        ids = torch.tensor([each for of_token in kept for each in of_token], dtype=torch.int64)
+        numbers = torch.tensor([*map(len, kept)], dtype=torch.int64)
+    return ids, F.pad(numbers.cumsum(0), (1, 0))
+
+
 def engine_head(states: Tensor, matrix: Tensor, partial: torch.dtype = torch.float32) -> Tensor:
     """Compute `states @ matrix.T` with other batches and another order of sums than the trainer.
 
@@ -134,10 +149,13 @@ def engine_logprobs(logits: Tensor, drawn: Drawn) -> Tensor:
 
 
 @torch.no_grad()
-def sample(policy: Policy) -> Drawn:
-    """Draw a group of answers for each prompt, and record what the cut-offs keep."""
+def sample(policy: Policy, dtype: torch.dtype = torch.bfloat16) -> Drawn:
+    """Draw a group of answers for each prompt, and record what the cut-offs keep.
+
+    The dtype is that of the logits.
+    """
     prompts = torch.arange(CLASSES, device=policy.head.weight.device).repeat_interleave(GROUP)
-    logits = engine_head(policy(prompts, engine_layer), policy.matrix).bfloat16()
+    logits = engine_head(policy(prompts, engine_layer), policy.matrix).to(dtype)
     best, order = (logits.float() / TEMPERATURE).topk(TOP_K)
     probabilities = best.softmax(1)
     in_nucleus = probabilities.cumsum(1) - probabilities < TOP_P
@@ -197,11 +215,21 @@ def differences(policy: Policy, drawn: Drawn) -> dict[str, Tensor]:
     every = partita.token_stats(logits, tokens, temperature=TEMPERATURE)
     rounded = partita.support_stats(logits, tokens, *drawn.sets, temperature=TEMPERATURE)
     exact = support_stats(policy, drawn)
+    rules = {"top_k": TOP_K, "top_p": TOP_P, "temperature": TEMPERATURE}
+    again = partita.truncated_stats(logits, tokens, **rules)
+    of_fp32 = sample(policy, torch.float32)
+    again_in_fp32 = partita.linear_truncated_stats(
+        states, matrix, of_fp32.tokens, logits_dtype=torch.float32, **rules
+    )
     found = {
         "engine, all classes, bf16 heads": every.logprob - bf16,
         "engine, recorded classes, bf16 heads": rounded.logprob - bf16,
         "engine, recorded, fp32 head in the trainer": exact.logprob - bf16,
         "engine, recorded, fp32 heads on both sides": exact.logprob - fp32,
+        "engine, cut-offs found again, bf16 heads": again.logprob - bf16,
+        "engine, cut-offs found again, fp32 heads": (
+            again_in_fp32.logprob - engine_logprobs(of_engine, of_fp32)
+        ),
         "engine, recorded, fp32, equal hidden states": (
             exact.logprob - engine_logprobs(engine_head(states, matrix), drawn)
         ),
@@ -240,8 +268,8 @@ def draw(path: Path, rewards: list[float], mismatch: dict[str, Tensor]) -> None:
     left.set_title("Right answers", size=11, weight="bold", color=INK)
     left.set(xlabel="batch", ylim=(0, 1.02))
     colours, styles = (
-        (RED, RED, BLUE, BLUE, BLUE, MUTED, INK),
-        ("-", "--", ":", "--", "-", "-", "-"),
+        (RED, RED, BLUE, BLUE, RED, BLUE, BLUE, MUTED, INK),
+        ("-", "--", ":", "--", "-.", "-.", "-", "-", "-"),
     )
     for (name, values), colour, style in zip(mismatch.items(), colours, styles, strict=True):
         above = values[values > 0].sort().values

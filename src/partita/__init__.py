@@ -32,6 +32,7 @@ from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
 from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.linear_heads.support import linear_support_stats
+from .ops.linear_heads.truncated import linear_truncated_stats
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
 from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss, tdt_align, tdt_loss
@@ -47,6 +48,8 @@ from .ops.semi_markov.api import (
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .ops.support.api import support_stats
 from .ops.support.common import SupportStats
+from .ops.truncated.api import truncated_stats
+from .ops.truncated.common import TruncatedStats
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
 from .runtime.invariance import batch_invariant
@@ -75,6 +78,7 @@ __all__ = [
     "TokenSpans",
     "TokenStats",
     "TopK",
+    "TruncatedStats",
     "ViterbiPath",
     "backend",
     "batch_invariant",
@@ -104,6 +108,7 @@ __all__ = [
     "linear_token_stats",
     "linear_topk_divergence",
     "linear_topk_logprobs",
+    "linear_truncated_stats",
     "log_softmax",
     "logprobs",
     "logsumexp",
@@ -122,6 +127,7 @@ __all__ = [
     "token_stats",
     "topk_divergence",
     "topk_logprobs",
+    "truncated_stats",
     "word_spans",
 ]
 

@@ -113,9 +113,11 @@ def test_all_ops_with_table_csv_and_picture(
                 float(row["gb_per_s"]) / machine[row["limit"]], rel=1e-3, abs=1e-4
             )
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
+        of_heads = ("linear_support_stats", "linear_truncated_stats")
+        of_rows = ("cross_entropy", "divergence", *of_heads)
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"] in (*LINEAR, "cross_entropy", "divergence", *CHAINS, *CTC, *RNNT)
+            and row["op"] in (*LINEAR, *of_rows, *CHAINS, *CTC, *RNNT)
             and measured_part
         )
     sizes = {
@@ -301,9 +303,9 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "chess",
-            "expected some of softmax, cross_entropy, token_stats, logprobs, linear_cross_entropy,"
-            " divergence, linear_support_stats, chain, linear_chain, semi_markov, ctc, rnnt,"
-            " decode, got 'chess'",
+            "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
+            " linear_cross_entropy, linear_truncated_stats, divergence, linear_support_stats,"
+            " chain, linear_chain, semi_markov, ctc, rnnt, decode, got 'chess'",
         ),
         ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),

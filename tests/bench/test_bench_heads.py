@@ -499,6 +499,21 @@ def test_recorded_supports() -> None:
     assert not any(failed(support.products_of_head(), PRODUCTS))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_classes(dtype: torch.dtype) -> None:
+    case = heads.LinearTruncated("linear_truncated_stats", dtype, 96, 64, 2000)
+    inputs = case.inputs(Buffers(CPU.device))
+    own = case.standard(inputs)
+
+    def failed(function: Function, provider: Provider) -> list[bool]:
+        found = case.verdicts(Attempt(function, inputs, provider), own)
+        return [verdict.failed for verdict in found]
+
+    assert failed(heads.truncated_loss, providers.PARTITA) == [False] * 5
+    assert failed(heads.composed_truncated_loss, providers.TORCH) == [False] * 5
+    assert any(failed(heads.composed_loss, providers.PARTITA))  # of all classes
+
+
 @pytest.mark.parametrize("beta", heads.BETAS)
 def test_divergences_of_logits(beta: float) -> None:
     case = heads.DivergenceRows("divergence", torch.float32, 5, 60, beta)

@@ -1,6 +1,6 @@
 """Whether the bits of a row or sequence depend on the batch in which it is computed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ LEADING = (
     *("softmax", "log_softmax", "logsumexp", "token_stats", "logprobs", "topk_logprobs"),
     *("divergence", "topk_divergence", "linear_cross_entropy", "linear_token_stats"),
     *("linear_logprobs", "linear_topk_logprobs", "linear_divergence", "linear_topk_divergence"),
-    *("support_stats", "linear_support_stats"),
+    *("support_stats", "linear_support_stats", "truncated_stats", "linear_truncated_stats"),
     *("distillation_loss", "linear_distillation_loss"),
 )
+# Inputs that may have a number for each row.
+OF_ROWS = tuple((name, 1, 0) for name in ("top_k", "top_p", "min_p", "temperature"))
 # The numbers that a sample is drawn from are drawn for the whole batch.
 DRAWN = ("Chain.sample", "LinearChain.sample", "SemiMarkovChain.sample")
 Outcome = dict[str, Tensor]
@@ -41,7 +43,7 @@ def rows_of(sample: Sample) -> Rows | None:
     if not call.batch or call.name in DRAWN or inputs.get("reduction") == "mean":
         return None
     batch = dict(call.batch)
-    for name, ndim, dim in (("transitions", 4, 1), ("mask", 2, 1)):
+    for name, ndim, dim in (("transitions", 4, 1), ("mask", 2, 1), *OF_ROWS):
         if isinstance(inputs.get(name), Tensor) and inputs[name].ndim == ndim:
             batch[name] = dim
     target = inputs.get("target")
@@ -159,14 +161,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def in_two_dimensions(call: Call) -> Call:
-    """Return the entry of a function that is called with rows `[B, T, ...]`, not `[M, ...]`."""
+def in_two_dimensions(call: Call, names: Iterable[str]) -> Call:
+    """Return the entry of a function with `[B, T, ...]`, not `[M, ...]`, in the named inputs."""
 
     def function(**inputs: Any) -> Any:
         def folded(x: Tensor) -> Tensor:
             return x.reshape(3, len(x) // 3, *x.shape[1:])
 
-        changed = {name: map_tensors(folded, inputs[name]) for name in call.batch if name in inputs}
+        changed = {name: map_tensors(folded, inputs[name]) for name in names}
         results = Sample(call, "", {**inputs, **changed}, torch.float32).run()
         return tuple(x.flatten(0, 1) if x.ndim > 1 else x for x in results)
 
@@ -223,5 +225,5 @@ def differences(
             yield from compared(computed(index, layout), index, f"{n} {layout}".strip())
     if sample.call.name in LEADING and set(rows.inputs.values()) == {0}:
         for n in {33, 264} & set(batches):
-            index, folded = order(n, total), in_two_dimensions(sample.call)
+            index, folded = order(n, total), in_two_dimensions(sample.call, rows.inputs)
             yield from compared(computed(index, call=folded), index, f"{n} as [3, {n // 3}]")

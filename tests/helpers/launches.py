@@ -444,6 +444,9 @@ def call_rows(x: torch.Tensor) -> None:
     for softcap in (None, 5.0):
         offsets = torch.arange(len(x) + 1)
         results += partita.support_stats(x, target, target, offsets, softcap=softcap)[:2]
+    everything = {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "temperature": 0.7}
+    for options in ({"top_p": 0.9}, everything, {**everything, "missing": "inf", "softcap": 5.0}):
+        results += partita.truncated_stats(x, target, **options)[:4]
     indices = torch.arange(2).expand(len(x), -1)
     teacher = partita.TopK(torch.zeros(len(x), 2, dtype=x.dtype), indices, x.detach()[:, 0])
     results += [partita.topk_divergence(x, teacher, softcap=c) for c in (None, 5.0)]

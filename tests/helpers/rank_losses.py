@@ -197,6 +197,7 @@ def check_plain_collectives(device: torch.device) -> None:
         lambda each: each.all_reduce(local, "sum", name),
         lambda each: each.all_reduce_(local.clone(), "sum", name),
         lambda each: each.reduce_scatter_tensor(local, "sum", world, name),
+        lambda each: each.all_to_all_single(local, [2] * world, [2] * world, name),
     ):
         found, expected = (each.wait_tensor(call(each)) for each in (plain, traced))
         assert torch.equal(found, expected)

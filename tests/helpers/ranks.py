@@ -18,6 +18,7 @@ from helpers.rank_dtensors import (
     check_uneven_batch,
     check_wrappers,
 )
+from helpers.rank_invariance import check_invariance, check_invariance_of_plans
 from helpers.rank_losses import (
     check_bad_arguments,
     check_compile,
@@ -29,6 +30,7 @@ from helpers.rank_losses import (
     check_unfinished_collective,
 )
 from helpers.rank_models import check_fused_models, check_transducers
+from helpers.rank_supports import check_bits_of_supports, check_invalid_supports
 from helpers.rows import INTERPRETING
 
 import partita
@@ -48,8 +50,12 @@ CHECKS = (
     check_unfinished_collective,
     check_compile,
     check_symmetric_memory,
+    check_invariance,
+    check_invariance_of_plans,
     check_transducers,
     check_fused_models,
+    check_invalid_supports,
+    check_bits_of_supports,
 )
 
 

@@ -28,6 +28,7 @@ from ..ops.linear_heads.api import linear_cross_entropy
 from ..ops.linear_heads.distillation import linear_distillation_loss
 from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.plan import linear_cross_entropy_plan
+from ..ops.linear_heads.truncated import linear_truncated_stats
 from ..runtime.caches import register_cache
 from ..runtime.dtypes import acc_dtype
 from ..testing.samples import in_torch
@@ -44,10 +45,12 @@ from .case import (
     Sizes,
     Widths,
     cases_of,
+    given,
     load,
     needs_gpu,
 )
 from .paths import Gradient, PartsCase, Truth, evenly
+from .rows import RULES
 
 # The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
 TOLERANCE = 2.0
@@ -157,6 +160,15 @@ def chunked_divergence(*inputs: Any) -> Tensor:
     return torch.stack(sums).sum() / len(hidden)
 
 
+def truncated_loss(*inputs: Tensor) -> Tensor:
+    return -linear_truncated_stats(*inputs, **RULES).logprob.mean()
+
+
+def composed_truncated_loss(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    """Compute all logits, and sort them to find the classes that are kept."""
+    return -in_torch.truncated_stats(F.linear(hidden, matrix), target, **RULES)[0].mean()
+
+
 def torch_linear() -> Function:
     """Return PyTorch's own op, which computes some tokens at a time."""
     options = torch.nn.LinearCrossEntropyOptions()
@@ -168,6 +180,7 @@ TORCH: dict[str, Function] = {
     "divergence": mean_of_logits,
     "linear_divergence": composed_divergence,
     "linear_distillation_loss": composed_distillation,
+    "linear_truncated_stats": composed_truncated_loss,
 }
 
 
@@ -338,7 +351,8 @@ PROVIDERS: Functions = {
     "partita": {
         "divergence": lambda: (
             lambda logits, teacher_logits, beta: divergence(logits, teacher_logits, beta=beta)
-        )
+        ),
+        "linear_truncated_stats": given(truncated_loss),
     },
     "partita-fast": {
         "linear_cross_entropy": lambda: partita_linear(fast_budget),
@@ -350,11 +364,15 @@ PROVIDERS: Functions = {
         "linear_divergence": lambda: partita_divergence(lean_divergence_budget),
         "linear_distillation_loss": lambda: partita_distillation(lean_divergence_budget),
     },
-    "products": {
-        "linear_cross_entropy": products,
-        "linear_divergence": products,
-        "linear_distillation_loss": products,
-    },
+    "products": dict.fromkeys(
+        (
+            "linear_cross_entropy",
+            "linear_divergence",
+            "linear_distillation_loss",
+            "linear_truncated_stats",
+        ),
+        products,
+    ),
     "torch-linear": {"linear_cross_entropy": torch_linear},
     "chunked": {"linear_divergence": lambda: chunked_divergence},
     "quack": {"linear_cross_entropy": Limited(quack, beyond_quack)},
@@ -470,6 +488,12 @@ class LinearCrossEntropy(HeadCase):
         return samples
 
 
+class LinearTruncated(LinearCrossEntropy):
+    """The mean of minus the log-probabilities over what top-k, top-p and the label keep."""
+
+    caption = "Log-probabilities over kept classes from hidden states, and their gradients"
+
+
 @dataclass(frozen=True)
 class LinearDivergence(HeadCase):
     """The mean divergence of two heads, which is bounded by four matrix products."""
@@ -543,4 +567,10 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
     yield from (replace(case, terms=terms) for case in distillation for terms in (2, 4))
 
 
-OPS = {"linear_cross_entropy": linear_cross_entropy_cases, "divergence": divergence_cases}
+OPS = {
+    "linear_cross_entropy": linear_cross_entropy_cases,
+    "linear_truncated_stats": cases_of(
+        {"linear_truncated_stats": (LinearTruncated, SIZES)}, torch.bfloat16
+    ),
+    "divergence": divergence_cases,
+}

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..runtime.dtypes import acc_dtype
 from ..testing import Error, ulp_error
 from ..testing.budget import Scale
+from ..testing.samples import in_torch
 from .case import (
     Attempt,
     Buffers,
@@ -49,6 +50,7 @@ SWEEP_STEP = 128
 SWEEP_LAST = 6272
 DO_BENCH_LAST = 12672  # of the plot in Triton's tutorial
 CLASSES = 8  # of each row, whose log-probabilities are computed
+RULES: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -74,6 +76,12 @@ def token_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy, x.argmax(-1)
 
 
+def truncated_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """Compute statistics over what the rules keep with PyTorch's ops, which sort the rows."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return in_torch.truncated_stats(x, target, **RULES)[:3]
+
+
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Compute the log-probabilities of the ids of each row with PyTorch's ops."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -85,6 +93,7 @@ TORCH: dict[str, Function] = {
     "log_softmax": log_softmax,
     "cross_entropy": F.cross_entropy,
     "token_stats": token_stats,
+    "truncated_stats": truncated_stats,
     "logprobs": logprobs,
 }
 
@@ -101,6 +110,12 @@ class _SameMemory(torch.autograd.Function):
         return grads[0]
 
 
+def _truncated() -> Function:
+    from .. import truncated_stats
+
+    return lambda logits, target: truncated_stats(logits, target, **RULES)[:3]
+
+
 def _inplace() -> Function:
     from .. import cross_entropy
 
@@ -113,7 +128,7 @@ def _liger_cross_entropy() -> Function:
 
 
 PROVIDERS: Functions = {
-    "partita": {name: load("partita", name) for name in TORCH},
+    "partita": {**{n: load("partita", n) for n in TORCH}, "truncated_stats": _truncated},
     "partita-inplace": {"cross_entropy": _inplace},
     "naive": {"softmax": lambda: naive_softmax},
     "quack": {
@@ -360,6 +375,15 @@ class TokenStats(LabelledRows):
         yield ulp_error(chosen, inputs.x.amax(-1).double())
 
 
+class TruncatedStats(TokenStats):
+    """The same for the classes that top-k and top-p keep."""
+
+    def truth(self, inputs: Inputs, x: Tensor, rows: slice) -> Tensor:
+        return torch.stack(truncated_stats(x, inputs.target[rows]), -1)
+
+    result_errors = LabelledRows.result_errors
+
+
 class Logprobs(LabelledRows):
     """The results read the logits once; their gradient reads them a second time and writes."""
 
@@ -402,5 +426,8 @@ OPS = {
     "softmax": softmax_cases,
     "cross_entropy": cross_entropy_cases,
     "token_stats": cases_of({"token_stats": (TokenStats, Widths(WIDTHS, QUICK_WIDTHS))}),
+    "truncated_stats": cases_of(
+        {"truncated_stats": (TruncatedStats, Widths(WIDTHS, QUICK_WIDTHS))}
+    ),
     "logprobs": cases_of({"logprobs": (Logprobs, Widths(WIDTHS, QUICK_WIDTHS))}),
 }

@@ -44,7 +44,7 @@ def by_rows(
     tensor, which gets the memory layout of the logits, or a tuple of tensors, all of them by rows.
 
     Args:
-        function: takes positional arguments.
+        function: takes positional arguments, which may be named tuples of tensors.
         logits: the position of the logits.
         classes: the dimension of the classes in the logits, 1 or -1.
         shared: the positions of the tensors that all rows have in common.
@@ -63,6 +63,8 @@ def by_rows(
             return tensor.movedim(classes, -1) if tensor.ndim == rows.ndim else tensor
 
         def argument(value: Any, position: int, index: tuple[slice, ...]) -> Any:
+            if hasattr(value, "_make"):
+                return value._make(argument(field, position, index) for field in value)
             if not isinstance(value, Tensor) or position in shared:
                 return value
             value = classes_last(value)[index]

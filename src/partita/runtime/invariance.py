@@ -18,7 +18,8 @@ class batch_invariant(ContextDecorator):
 
     Inside, the results of `linear_cross_entropy` and of the other linear heads, and the gradient of
     the hidden states, are bitwise the same whatever other tokens a batch has, how many, and where
-    the token stands among them. Products have blocks of 1,024 tokens, so a batch of fewer tokens
+    the token stands among them. Those of `partita.parallel` depend on the number of ranks and on
+    their shards too. Products have blocks of 1,024 tokens, so a batch of fewer tokens
     takes as long as one of 1,024. This holds for the losses of tokens, and for the gradient of such
     a loss or of a sum. A mean, and the gradient of the matrix, are sums over the batch.
 

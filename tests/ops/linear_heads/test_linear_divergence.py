@@ -52,11 +52,14 @@ def call(heads: Heads, plan: str = "small", **options: Any) -> Tensor:
     if share is not None:
         rows = heads[0].shape[:-1].numel()
         size = heads[0].element_size() + heads[3].element_size()
+        size = 8 if "logits_dtype" in options else size
         fixed = plans.ROW_WORDS * 4 * rows
         width = -(-len(heads[1]) // 16) * 16
         budget = fixed + int(share * rows * width * size)
         if share < PLANS["tokens"]:  # the gradient of hidden states in fp32 is added up
             budget += 4 * heads[0].numel()
+        elif heads[0].dtype == torch.float16:  # or has no upstream factor yet
+            budget += 6 * heads[0].numel()
         options["memory_budget"] = budget
     names = ("input", "linear_weight", "linear_bias", "teacher_input", "teacher_weight")
     named = dict(zip((*names, "teacher_bias"), heads, strict=True))
@@ -75,7 +78,7 @@ def small_chunks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def truth(heads: Heads, **options: Any) -> Tensor:
-    """Compute the divergence in fp64 from logits that are rounded to their dtypes."""
+    """Compute the divergence in fp64 from logits that are rounded to the dtypes of the heads."""
     logits, teacher_logits = (F.linear(*head).double() for head in (heads[:3], heads[3:]))
     with partita.backend("reference"):
         return partita.divergence(logits, teacher_logits.detach(), **options)
@@ -119,25 +122,58 @@ def test_plans(one_pass: bool) -> None:
         plans.divergence_plan(*sizes, 2**20, True, True, one_pass)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_small_batches_follow_the_plans(dtype: torch.dtype) -> None:
-    heads = leaves_of(heads_of(dtype))
+    """Fp16 computes gradients with the loss in chunks of tokens alone."""
+    heads, is_fp16 = leaves_of(heads_of(dtype)), dtype == torch.float16
     found = {}
     for plan in PLANS:
         with mock.patch.object(divergence, "divergence_plan", wraps=plans.divergence_plan) as spy:
             call(heads, plan)
         found[plan] = plans.divergence_plan(*spy.call_args.args) if spy.called else None
     assert found["small"] is None
-    assert found["fast"].tokens == TOKENS and found["fast"].chunk == 0
+    assert found["fast"].tokens == TOKENS and (found["fast"].chunk == 0) != is_fp16
     assert 25 <= found["tokens"].tokens < TOKENS and found["tokens"].chunk == 0
+    if is_fp16:
+        assert found["hybrid"].saved == found["lean"].saved == 0 < found["lean"].chunk
+        return
     assert found["hybrid"].tokens in (6, 7) and found["hybrid"].saved > CLASSES // 2
     assert 0 < found["lean"].saved < CLASSES // 4 and found["lean"].chunk < CLASSES // 4
 
 
 @devices
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("beta", FEW_BETAS)
+def test_gradients_of_fp16_in_chunks_of_tokens(beta: float, reduction: str, device: str) -> None:
+    """They underflow in no mean over many rows and overflow for no teacher that is far away."""
+    heads = heads_of(torch.float16, device, bias=True)
+    times = 2 if INTERPRETING else 50
+    heads[0], heads[3] = (heads[i].repeat(times, 1) for i in (0, 3))
+    heads[5][::2] += 4  # the teacher's bias
+    mask = torch.arange(times * TOKENS, device=device) % 3 != 0
+    heads, options = leaves_of(heads), {"beta": beta, "reduction": reduction, "mask": mask}
+    options["temperature"], wide = 0.1, {"logits_dtype": torch.float32}
+    with poisoned_memory():
+        loss = call(heads, "tokens", **options, **wide)
+    assert type(loss.grad_fn).__name__ == "OnePassBackward"
+    scale = 2.0**10 if reduction == "mean" else 2.0**-6
+    exact = leaves_of(heads, torch.float64)
+    leaves, of_exact = heads[:3], exact[:3]
+    right = torch.autograd.grad(truth(exact, **options) * scale, of_exact)
+    for found, true in zip(torch.autograd.grad(loss * scale, leaves), right, strict=True):
+        assert found.dtype == torch.float16
+        bound = 16 * torch.finfo(torch.float16).eps * float(true.abs().max())
+        torch.testing.assert_close(found.double(), true, rtol=0, atol=bound)
+    nothing = call(heads, "tokens", **{**options, "mask": torch.zeros_like(mask)}, **wide)
+    assert not any(grad.any() for grad in torch.autograd.grad(nothing, leaves))
+
+
+@devices
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_values_and_gradients(
     reduction: str, dtype: torch.dtype, beta: float, plan: str, device: str

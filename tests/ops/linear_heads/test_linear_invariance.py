@@ -62,6 +62,20 @@ def test_more_tokens_than_a_block() -> None:
     assert torch.equal(of_alone[:9], gradient[:9])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_way_to_a_sum_depends_on_no_number_of_tokens(dtype: torch.dtype) -> None:
+    """Fp16 would round its gradients in another way in chunks of tokens."""
+    draw, found = Draw(dtype), []
+    hidden, matrix, target = draw.scores(6000, 16), draw.matrix(299, 16), draw.labels(0, 299, 6000)
+    for tokens in (100, 6000):  # of which the budget does not hold the logits
+        some = hidden.detach()[:tokens].requires_grad_()
+        with partita.batch_invariant():
+            options = {"reduction": "sum", "memory_budget": 3_300_000}
+            loss = partita.linear_cross_entropy(some, matrix, target[:tokens], **options)
+        found.append(torch.autograd.grad(0.7 * loss, some)[0][:100])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("rows", [1, 1024, 1025, 3000])
 @pytest.mark.parametrize("adds", [False, True])
 def test_blocks_of_a_product(rows: int, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:

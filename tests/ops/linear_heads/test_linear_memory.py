@@ -12,6 +12,10 @@ from helpers.linear import batch_of, ours
 from helpers.rows import INTERPRETING
 
 import partita
+from partita.ops.linear_heads.autograd import LinearRows
+from partita.ops.linear_heads.divergence import LinearDivergence
+from partita.ops.linear_heads.logprobs import LinearLogprobs, LinearTopK
+from partita.ops.linear_heads.truncated import LinearTruncated
 
 
 def test_plans() -> None:
@@ -194,3 +198,46 @@ print(peak() - before)
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs Linux")
     assert float(run_fresh(code).stdout) < 150
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        (LinearRows, lambda x, w: partita.linear_token_stats(x, w, memory_budget=2**25).logprob),
+        (
+            LinearLogprobs,
+            lambda x, w: partita.linear_logprobs(
+                x, w, torch.zeros(9, 2).long(), memory_budget=2**25
+            ),
+        ),
+        (
+            LinearTopK,
+            lambda x, w: partita.linear_topk_logprobs(x, w, 2, memory_budget=2**25).logprobs,
+        ),
+        (
+            LinearTruncated,
+            lambda x, w: partita.linear_truncated_stats(x, w, top_k=2, memory_budget=2**25).entropy,
+        ),
+        (
+            LinearDivergence,
+            lambda x, w: partita.linear_divergence(
+                x, w, x, w, reduction="none", memory_budget=2**25
+            ),
+        ),
+    ],
+)
+def test_unused_results_cost_no_memory_in_the_backward_pass(
+    function: Any, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch gives zeros for them otherwise, for the saved logits of all tokens too."""
+    given: list[Any] = []
+    backward = function.backward
+
+    def noted(ctx: Any, *grads: Any) -> Any:
+        given.extend(grads)
+        return backward(ctx, *grads)
+
+    monkeypatch.setattr(function, "backward", staticmethod(noted))
+    x, w = torch.randn(9, 16, requires_grad=True), torch.randn(2**18, 16, requires_grad=True)
+    call(x, w).sum().backward()
+    assert sum(grad is not None for grad in given) == 1 and len(given) > 2

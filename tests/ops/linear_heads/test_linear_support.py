@@ -202,9 +202,17 @@ def test_what_does_not_count_may_hold_nan(empty: bool, plan: str, device: str) -
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
+def is_in_set(given: Recorded, row: int) -> Tensor:
+    """Return which classes the set of a row has, `[CLASSES]`."""
+    ids = given.ids[given.offsets[row] : given.offsets[row + 1]]
+    named = torch.cat([ids, given.target[row : row + 1]])
+    return torch.isin(torch.arange(CLASSES, device=ids.device), named)
+
+
 @devices
 @pytest.mark.parametrize("plan", PLANS)
 def test_numbers_out_of_range_spoil_their_rows_alone(plan: str, device: str) -> None:
+    """Its gradient is NaN even if nothing depends on the row."""
     x = leaves_of(batch_of(device=device))
     given = recorded(TOKENS, CLASSES, device, empty=False)
     right = call(x, given, plan)
@@ -224,7 +232,14 @@ def test_numbers_out_of_range_spoil_their_rows_alone(plan: str, device: str) -> 
             for field, truth in zip(found[:2], right[:2], strict=True):
                 assert field[row].isnan() and torch.equal(field[others], truth[others])
             assert grads[0][row].isnan().all() and torch.equal(grads[0][others], true[0][others])
-            assert grads[1].isnan().any()
+            # The gradient of the matrix is NaN at the classes of the row's set.
+            is_own, was_own = (is_in_set(each, row) for each in (wrong, given))
+            assert torch.equal(grads[1].isnan().any(1), is_own)
+            assert torch.equal(grads[1].isnan().all(1), is_own)
+            rest = ~(is_own | was_own)
+            torch.testing.assert_close(grads[1][rest], true[1][rest])
+            (idle,) = torch.autograd.grad(found.logprob[others].sum(), x.input)
+            assert idle[row].isnan().all() and not idle[others].isnan().any()
     wrong = given._replace(offsets=given.offsets + 1)
     with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}), poisoned_memory():
         found = call(x, wrong, plan)

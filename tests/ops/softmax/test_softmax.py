@@ -47,6 +47,14 @@ def test_against_fp64(op: Op, edge: str, dtype: torch.dtype, device: str) -> Non
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("edge", ["transposed", "every_other"])
+@ops
+def test_long_rows_that_are_not_contiguous(op: Op, edge: str) -> None:
+    """They have several blocks of classes, each of several rows."""
+    check_op(op, edge_rows(edge, 3, 600), -1)
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("device", "width"), WIDTHS)
 @ops

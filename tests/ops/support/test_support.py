@@ -69,18 +69,31 @@ def test_a_class_counts_once_and_the_target_always(device: str) -> None:
 
 
 @devices
-def test_rows_without_ids_are_those_of_token_stats(device: str) -> None:
-    x = sample_rows(ROWS, 300, device=device).requires_grad_()
-    target = torch.arange(ROWS, device=device)
-    given = Recorded(target, target[:0], torch.zeros(ROWS + 1, dtype=torch.int64, device=device))
-    found = partita.support_stats(x, *given, temperature=0.8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("classes", [300, 50257])
+def test_rows_without_ids_have_the_bits_of_token_stats(
+    classes: int, dtype: torch.dtype, device: str
+) -> None:
+    """Some rows have ids and NaN outside of their sets, or all rows but one have, or none has."""
+    rows = 5 if INTERPRETING and classes > 300 else ROWS
+    x = sample_rows(rows, classes, device=device).to(dtype).requires_grad_()
+    target = torch.arange(rows, device=device)
     stats = partita.token_stats(x, target, temperature=0.8)
-    assert found.in_set.all()
-    bounds = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(found.logprob, stats.logprob, **bounds)
-    torch.testing.assert_close(found.entropy, stats.entropy, **bounds)
     expected = gradient((stats.logprob, stats.entropy), x)
-    torch.testing.assert_close(gradient(found, x), expected, **bounds)
+    for has_all in (target % 3 != 1, target == 2, target >= 0):
+        offsets = torch.cat([target[:1], (~has_all).cumsum(0)])
+        spoilt = x.detach().masked_fill(~has_all[:, None], torch.nan).requires_grad_()
+        found = partita.support_stats(spoilt, target, target[~has_all], offsets, temperature=0.8)
+        assert found.in_set.all()
+        assert torch.equal(found.logprob[has_all], stats.logprob[has_all])
+        assert torch.equal(found.entropy[has_all], stats.entropy[has_all])
+        assert torch.equal(gradient(found, spoilt)[has_all], expected[has_all])
+
+
+@devices
+def test_all_classes_recorded_are_those_of_token_stats(device: str) -> None:
+    x, target = sample_rows(ROWS, 300, device=device), torch.arange(ROWS, device=device)
+    stats, bounds = partita.token_stats(x, target, temperature=0.8), {"rtol": 1e-5, "atol": 1e-6}
     every = torch.arange(300, device=device).repeat(ROWS)
     offsets = 300 * torch.arange(ROWS + 1, device=device)
     same = partita.support_stats(x, target, every, offsets, temperature=0.8)
@@ -157,29 +170,42 @@ def test_no_rows(device: str) -> None:
 
 
 @devices
-def test_numbers_out_of_range_spoil_their_rows_alone(device: str) -> None:
-    classes = 40
-    given = recorded(ROWS, classes, device, empty=False)
-    x = sample_rows(ROWS, classes, device=device).requires_grad_()
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("target", 40), ("target", -1), ("ids", 40), ("ids", -(2**40)), ("ids", 2**40)],
+)
+def test_numbers_out_of_range_spoil_their_rows_alone(
+    name: str, number: int, empty: bool, device: str
+) -> None:
+    """All of the row is NaN, its gradient even if nothing depends on the row."""
+    given = recorded(ROWS, 40, device, empty=empty)
+    x = sample_rows(ROWS, 40, device=device).requires_grad_()
     right = partita.support_stats(x, *given)
     true = gradient(right, x)
-    for label, number in ((classes, 3), (-1, 3), (None, classes), (None, -(2**40))):
-        target, ids, row = given.target.clone(), given.ids.clone(), 7
-        if label is None:
-            ids[given.offsets[row] : given.offsets[row + 1]] = number
-        else:
-            target[row] = label
-        name = "ids" if label is None else "target"
+    with_ids, counts = given.offsets.diff() > 0, given.target != IGNORED
+    rows = [int((with_ids & counts).nonzero()[-1])]
+    if empty and name == "target":
+        rows.append(int((~with_ids & counts).nonzero()[0]))
+    for row in rows:
+        changed = getattr(given, name).clone()
+        changed[row if name == "target" else given.offsets[row + 1] - 1] = number
+        wrong = given._replace(**{name: changed})
         with mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"}), raises(f"IndexError: {name}: "):
-            partita.support_stats(x, target, ids, given.offsets)
-        with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}), poisoned_memory():
-            found = partita.support_stats(x, target, ids, given.offsets)
-            grad = gradient(found, x)
+            partita.support_stats(x, *wrong)
         others = torch.arange(ROWS, device=device) != row
-        for field, truth in zip(found[:2], right[:2], strict=True):
-            assert field[row].isnan() and torch.equal(field[others], truth[others])
-        assert not found.in_set[row] and torch.equal(found.in_set[others], right.in_set[others])
-        assert grad[row].isnan().any() and torch.equal(grad[others], true[others])
+        for offsets in (wrong.offsets, wrong.offsets.cpu()):
+            with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}), poisoned_memory():
+                found = partita.support_stats(x, *wrong[:2], offsets)
+                grad = gradient(found, x)
+                found = partita.support_stats(x, *wrong[:2], offsets)
+                (idle,) = torch.autograd.grad(found.logprob[others].sum(), x)
+            for field, truth in zip(found[:2], right[:2], strict=True):
+                assert field[row].isnan() and torch.equal(field[others], truth[others])
+            assert not found.in_set[row]
+            assert torch.equal(found.in_set[others], right.in_set[others])
+            assert grad[row].isnan().all() and torch.equal(grad[others], true[others])
+            assert idle[row].isnan().all() and not idle[others].isnan().any()
 
 
 @devices

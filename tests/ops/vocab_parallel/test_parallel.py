@@ -12,10 +12,17 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import PARTS, checks
 from helpers.rows import INTERPRETING
+from torch import Tensor
 
 import partita
 from partita import parallel
+from partita.ops.linear_heads.common import RowOptions
+from partita.ops.vocab_parallel import reference
+from partita.ops.vocab_parallel.common import packed_size
+from partita.ops.vocab_parallel.divergence import merged_rows
+from partita.primitives.rows import chunks
 from partita.testing import sample_rows
+from partita.testing.samples import Draw
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this PyTorch has no torch.distributed"
@@ -103,6 +110,27 @@ def test_divergences_in_fp64(beta: float) -> None:
         (grad,) = torch.autograd.grad(loss, leaf)
         torch.testing.assert_close(loss, expected, rtol=1e-14, atol=1e-15)
         torch.testing.assert_close(grad, true.to(grad.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_merged_rows_have_bits_of_their_own(dtype: torch.dtype) -> None:
+    """They are sums over the ranks, which PyTorch adds up in an order that follows the shape."""
+    draw, options = Draw(dtype), RowOptions(0.7, 0.0, -100, True, True)
+    gathered = draw.scores(8, packed_size(True, True), 33).detach()
+    gathered[:, 1] = gathered[:, 1].exp()
+    gathered[:, 3], gathered[:, 6] = 10, 8.3  # classes of a rank, and the sum of their weights
+    target = draw.labels(0, 80, 33)
+
+    def merged(rows: slice) -> tuple[Tensor, ...]:
+        part, place = gathered[..., rows].contiguous(), (80, 0, 0)
+        fields = reference.parallel_fields(part, target[rows], *place, options)
+        return *fields, *merged_rows(part[:, :5], 0.0, 0.7), *merged_rows(part[:, :5], 1.0, 0.7)
+
+    together = merged(slice(33))
+    for size in (1, 2, 7):
+        for part in chunks(33, size):
+            for found, expected in zip(merged(part), together, strict=True):
+                assert torch.equal(found.nan_to_num(7.0), expected[part].nan_to_num(7.0))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -29,7 +29,14 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference, reference_one_pass
-from .common import LossOptions, RowLosses, TokenStatsRows, logsumexp_term, reduce_losses
+from .common import (
+    NOT_READ,
+    LossOptions,
+    RowLosses,
+    TokenStatsRows,
+    logsumexp_term,
+    reduce_losses,
+)
 
 
 def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
@@ -314,15 +321,18 @@ def _stats_fake(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_stats_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
-    if target is not None:
+    if target is not None and ignore_index != NOT_READ:  # which a kernel wrote
         checks.labels("target", target, logits.shape[-1], ignore_index)
 
 
 token_stats_op = define_op(
-    by_rows(reference.token_stats), _stats_fake, check=_check_stats_labels, vmap=all_at_once
+    reference.of_read_rows(by_rows(reference.token_stats)),
+    _stats_fake,
+    check=_check_stats_labels,
+    vmap=all_at_once,
 )
 token_stats_backward_op = define_op(
-    by_rows(reference.token_stats_gradient, logits=3),
+    reference.of_read_rows(by_rows(reference.token_stats_gradient, logits=3), logits=3),
     lambda logits: torch.empty_like(logits),
     name="token_stats_backward",
     vmap=all_at_once,

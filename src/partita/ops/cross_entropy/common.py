@@ -13,6 +13,8 @@ from ...runtime import checks
 from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
 
+NOT_READ = -(2**62)  # as `ignore_index` of token statistics: rows with this label are not read
+
 
 class LossOptions(NamedTuple):
     """The checked options of a loss over labels; see `checked_options`.

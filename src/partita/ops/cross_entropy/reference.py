@@ -9,6 +9,10 @@ so that no derivative depends on what they hold.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +23,7 @@ from ...primitives.rows import (
     without_inert_rows,
 )
 from ...runtime.dtypes import acc_dtype
-from .common import RowLosses, TokenStatsRows, valid_targets
+from .common import NOT_READ, RowLosses, TokenStatsRows, valid_targets
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
@@ -162,6 +166,31 @@ def cross_entropy_gradient(
 def scale_(grad: Tensor, factor: Tensor) -> None:
     """Multiply a gradient in place by a scalar tensor."""
     grad.mul_(factor.to(acc_dtype(grad.dtype)))
+
+
+def of_read_rows(function: Callable[..., Any], logits: int = 0) -> Callable[..., Any]:
+    """Return a function of rows that leaves out those that are not read, where results are 0.
+
+    The argument after the logits is the labels, and the last one `ignore_index`.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        if args[-1] != NOT_READ:
+            return function(*args)
+        labels = args[logits + 1]
+        rows = (labels != NOT_READ).nonzero(as_tuple=True)
+        if len(rows[0]) == 1:  # PyTorch adds up a single row in another order.
+            rows = tuple(each.repeat(2) for each in rows)
+        found = function(*(arg[rows] if isinstance(arg, Tensor) else arg for arg in args))
+
+        def spread(x: Tensor) -> Tensor:
+            like = args[logits] if x.ndim > 1 else labels
+            return torch.zeros_like(like, dtype=x.dtype).index_put_(rows, x)
+
+        return spread(found) if isinstance(found, Tensor) else found._make(map(spread, found))
+
+    return run
 
 
 def scaled_rows(logits: Tensor, temperature: float, softcap: float) -> tuple[Tensor, Tensor]:

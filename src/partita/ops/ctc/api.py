@@ -10,9 +10,9 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import (
     apply,
+    needs_gradient,
     plain_eager,
     refuse_forward_mode,
-    requires_grad,
 )
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
@@ -198,12 +198,12 @@ def ctc_loss(
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     scores = (blank, from_logits, label_priors, prior_scale, star)
     x = prepare(log_probs, targets, input_lengths, target_lengths, *scores)
-    if requires_grad(label_priors) and torch.is_grad_enabled():
+    if needs_gradient(label_priors):
         raise ValueError(
             "label_priors: expected a tensor that needs no gradient, got one that requires it;"
             " detach it"
         )
-    save = torch.is_grad_enabled() and requires_grad(x.logits)
+    save = needs_gradient(x.logits)
     options = (reduction, bool(zero_infinity), save, current_backend())
     if plain_eager() and not save:
         refuse_forward_mode(log_probs, label_priors)

@@ -8,9 +8,9 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import (
     apply,
+    needs_gradient,
     plain_eager,
     refuse_forward_mode,
-    requires_grad,
 )
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
@@ -138,7 +138,7 @@ def ctc_crf_loss(
         constant(kmer_source, alphabet_size - 1, state_len, device=device),
         constant(lattice_source, states, device=device),
     )
-    save = torch.is_grad_enabled() and requires_grad(scores)
+    save = needs_gradient(scores)
     options = (state_len, reduction, save, current_backend())
     if not save and plain_eager():
         refuse_forward_mode(scores)

@@ -32,7 +32,7 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from ..support.common import Support
 from . import reference_support
-from .chunked import empty_gradients, gradients_like
+from .chunked import gradients_like
 from .common import Head, RowOptions, RowStatistics, Wanted, counted_rows, empty_statistics
 from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
@@ -64,6 +64,19 @@ def _rows_fake(
     return *statistics, saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
+def _rows_backward_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adds_ranks: bool,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, ...]:
+    head, wanted = Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad)
+    return gradients_like(head, wanted, adds_ranks=adds_ranks)
+
+
 def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     """Return the fake of an op that returns a loss, of all rows or of each, and its gradients."""
 
@@ -77,8 +90,8 @@ def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
     ) -> tuple[Tensor, ...]:
         rows = (input.shape[0],) if has_rows else ()
         loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        wanted, is_fp16 = Wanted(input_grad, weight_grad, bias_grad), input.dtype == torch.float16
-        dtype = loss.dtype if is_fp16 and not has_rows else None  # see `linear_one_pass`
+        wanted = Wanted(input_grad, weight_grad, bias_grad)
+        dtype = loss.dtype if input.dtype == torch.float16 else None  # see `linear_one_pass`
         return loss, *gradients_like(Head(input, weight, bias), wanted, dtype)
 
     return fake
@@ -93,7 +106,7 @@ def _gpu() -> tuple[Any, ...]:
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
 rows = define_op(KERNELS.linear_rows, _rows_fake, check=_check_labels)
-rows_backward = define_op(KERNELS.linear_rows_backward, empty_gradients)
+rows_backward = define_op(KERNELS.linear_rows_backward, _rows_backward_fake)
 one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=_check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.
@@ -184,24 +197,37 @@ def gradients_of_rows(
 
 
 def head_backward(
-    ctx: Any, op: register.Op, grad: Tensor, composed: Callable[..., Tensor], heads: int = 1
+    ctx: Any,
+    op: register.Op,
+    grads: Sequence[Tensor | None],
+    composed: Callable[..., Sequence[Tensor]],
+    heads: int = 1,
+    others: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the arguments of a function whose first output is differentiable.
+    """Return the gradients of the arguments of a function whose first outputs are differentiable.
 
-    The saved tensors are those that the op takes after the gradient, of which hidden states, matrix
-    and bias are the first, and the logits of each head. `composed` computes the output from the
-    head and the other saved tensors, differentiable any number of times.
+    The saved tensors are those that the op takes after the gradients, of which hidden states,
+    matrix and bias are the first, the logits of each head, and some others. `composed` computes the
+    outputs from the head and the saved tensors but logits, differentiable any number of times.
+    Gradients of unused outputs are to be skipped: zeros for saved logits would take their memory.
     """
+    given = [grad for grad in grads if grad is not None]
+    if not given:
+        return (None,) * len(ctx.needs_input_grad)
+    grads = [torch.zeros_like(given[0]) if grad is None else grad for grad in grads]
     saved = saved_tensors(ctx)
-    head, tensors, logits = saved[:3], saved[3:-heads], saved[-heads:]
+    end = len(saved) - others
+    head, tensors, logits = saved[:3], saved[3 : end - heads], saved[end - heads : end]
     wanted = needed_gradients(ctx, *head)
-    if is_double_backward(grad, *head):
-        gradients = double_backward(
-            lambda *x: composed(Head._make((*x, 0, ctx.products[1])), *tensors), head, wanted, grad
-        )
+    if is_double_backward(*grads, *head):
+
+        def outputs(*x: Any) -> Sequence[Tensor]:
+            return composed(Head._make((*x, 0, ctx.products[1])), *tensors, *saved[end:])
+
+        gradients = double_backward(outputs, head, wanted, grads)
     else:
-        arguments = [grad, *head, *ctx.products, *tensors]
-        gradients = gradients_of_rows(ctx, op, [grad], arguments, logits, wanted)
+        arguments = [*grads, *head, *ctx.products, *tensors]
+        gradients = gradients_of_rows(ctx, op, grads, arguments, logits, wanted)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
@@ -221,7 +247,8 @@ class LinearRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         head, ctx.products, ctx.row_options = list(inputs[:3]), inputs[3:5], inputs[7:12]
-        ctx.options, (ctx.chunk, save_logits, ctx.backend) = inputs[7:9], inputs[12:]
+        ctx.options = (*inputs[7:9], False)  # one rank has all classes
+        ctx.chunk, save_logits, ctx.backend = inputs[12:]
         head += inputs[5:7]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
@@ -290,7 +317,7 @@ class EntryLogits(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @takes(entry_logits, "offsets", "order", "starts")
+    @takes(entry_logits, "offsets")
     def forward(*args: Any) -> Any:
         return entry_logits(*args[:5])
 
@@ -302,7 +329,7 @@ class EntryLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (grad,), tensors = grads, saved_tensors(ctx)
-        input, weight, rows, classes, offsets, order, starts = tensors
+        input, weight, rows, classes, offsets = tensors
         wanted = needed_gradients(ctx, input, weight)
         if is_double_backward(grad, input, weight):
             found = double_backward(
@@ -311,13 +338,16 @@ class EntryLogits(torch.autograd.Function):
                 wanted,
                 grad,
             )
-            return *found, *(None,) * 6
+            return *found, *(None,) * 4
         op, (dinput, dweight) = for_gradients(entry_sums, grad), (None, None)
         if wanted[0]:
             dinput = op(grad, rows, classes, None, offsets, weight, input, ctx.backend)
         if wanted[1]:
+            ordered, order = classes.sort(stable=True)
+            numbers = torch.arange(weight.shape[0] + 1, device=classes.device)
+            starts = torch.searchsorted(ordered, numbers)
             dweight = op(grad, classes, rows, order, starts, input, weight, ctx.backend)
-        return dinput, dweight, *(None,) * 6
+        return dinput, dweight, *(None,) * 4
 
 
 def logits_of_entries(
@@ -327,11 +357,9 @@ def logits_of_entries(
 
     The classes of the head are those from `first_class` on.
     """
-    rows, classes, offsets, order, starts = support
+    rows, classes, offsets = support
     columns = classes - first_class if first_class else classes
-    of_classes = starts[first_class : first_class + len(weight) + 1]
-    call = (rows, columns, current_backend(), offsets, order, of_classes)
-    x: Tensor = apply(EntryLogits, input, weight, *call)
+    x: Tensor = apply(EntryLogits, input, weight, rows, columns, current_backend(), offsets)
     if bias is None or len(bias) == 0:
         return x
     is_own = (columns >= 0) & (columns < len(bias))

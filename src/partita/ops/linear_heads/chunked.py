@@ -9,6 +9,7 @@ with their gradient; a backend supplies the functions that do this as `HeadKerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,15 @@ from ..logprobs.common import (
     with_ids,
     with_rest,
 )
+from ..truncated.common import (
+    Rules,
+    TruncatedKernels,
+    TruncatedRows,
+    TruncatedSums,
+    counted_gradients,
+    part_of,
+    truncated_fake,
+)
 from .common import (
     GradientCoefficients,
     Head,
@@ -39,7 +49,7 @@ from .common import (
     counted_states,
     new_state,
 )
-from .plan import CPU_CHUNK_TOKENS, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
+from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
 Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
@@ -58,13 +68,21 @@ def empty_gradients(
     return gradients_like(Head(input, weight, bias), Wanted(input_grad, weight_grad, bias_grad))
 
 
-def gradients_like(head: Head, wanted: Wanted, dtype: torch.dtype | None = None) -> HeadGradients:
-    """Return memory for gradients in the dtypes of the head's tensors, or in another one."""
+def gradients_like(
+    head: Head, wanted: Wanted, dtype: torch.dtype | None = None, adds_ranks: bool = False
+) -> HeadGradients:
+    """Return memory for gradients in the dtypes of the head's tensors, or in another one.
+
+    That of the hidden states is in the accumulator's dtype where ranks add it up.
+    """
     like = (head.input, head.weight, head.input if head.bias is None else head.bias)
+    dtypes = [dtype or x.dtype for x in like]
+    if adds_ranks:
+        dtypes[0] = acc_dtype(dtypes[0])
     return HeadGradients(
         *(
-            x.new_empty(x.shape if wants else (0,), dtype=dtype or x.dtype)
-            for x, wants in zip(like, wanted, strict=True)
+            x.new_empty(x.shape if wants else (0,), dtype=of_x)
+            for x, wants, of_x in zip(like, wanted, dtypes, strict=True)
         )
     )
 
@@ -111,6 +129,7 @@ def head_gradients(
     chunk: int,
     saved: Sequence[Tensor] = (),
     dtype: torch.dtype | None = None,
+    adds_ranks: bool = False,
 ) -> HeadGradients:
     """Compute the gradients of the first head, one chunk of logits after another.
 
@@ -124,7 +143,7 @@ def head_gradients(
             in the batch-invariant mode.
         saved: the saved logits of each head, for all tokens and some of the last classes, or none.
             They are used first, and their memory serves the other chunks.
-        dtype: that of the gradients, if it is not that of their tensors.
+        dtype, adds_ranks: as in `gradients_like`.
     """
     head, (input_grad, weight_grad, bias_grad) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
@@ -137,7 +156,7 @@ def head_gradients(
         buffers = [each.buffer(*sizes, for_gradient=each is heads[0]) for each in heads]
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
     one_part, fits = len(parts) == 1, Wanted(input_grad, weight_grad and not rounds_sum, bias_grad)
-    result, of_weight = gradients_like(head, fits, dtype), head.weight.dtype
+    result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
     (dinput, dweight, dbias), head = result, heads[0]
     if input_grad and not one_part:
         if dinput.dtype != accumulator:
@@ -159,10 +178,13 @@ def head_gradients(
             sizes, is_first = (len(states), part.stop - part.start), rows.start == 0
             padded = head.rows_in(buffers[0].view(head.input.dtype), *sizes)
             dlogits = padded[: sizes[0], : sizes[1]]
-            are_saved = saved_classes > 0 and part.stop == C
-            for some in head.parts_to_read(sizes[0], are_saved):
+            in_place = saved_classes > 0 and part.stop == C
+            if not in_place and head.is_read_in_place(sizes[0]):
+                logits_of(heads, buffers, rows, part)
+                in_place = True
+            for some in head.parts_to_read(sizes[0], in_place):
                 those = slice(rows.start + some.start, rows.start + some.stop)
-                if are_saved:
+                if in_place:
                     logits = [head.rows_in(each, *sizes)[some, : sizes[1]] for each in buffers]
                     if head.widens and some.start == 0:
                         logits[0] = logits[0].clone()  # the only one that its gradient overlaps
@@ -202,6 +224,22 @@ def tokens_of_backward(head: Head, saved: Tensor) -> int:
     return MIN_CHUNK_TOKENS if head.invariant and not saved.numel() else len(head.input)
 
 
+def read_logits(
+    head: Head, tokens: int, save_logits: bool, read: Callable[[slice, Tensor], None]
+) -> Tensor:
+    """Compute the logits of a head for `read`, and return them if they are saved.
+
+    The logits of `tokens` tokens exist at once, or of all if they are saved. The result is empty
+    otherwise. `read` takes which tokens these are, and their logits.
+    """
+    M, C, head = len(head.input), len(head.weight), head.rounded
+    buffer = head.buffer(M if save_logits else min(tokens, M), C)
+    for rows in chunks(M, tokens):
+        memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
+        read(rows, head.part(rows, slice(C)).logits(memory))
+    return buffer if save_logits else buffer.new_empty(0)
+
+
 class HeadKernels(NamedTuple):
     """The functions of one backend that work on a chunk of logits; the methods are its ops.
 
@@ -215,6 +253,7 @@ class HeadKernels(NamedTuple):
             a sum with a denominator.
         of_ids: the functions for the logits of given classes.
         topk_of_rows: writes the `TopKRows` of a chunk.
+        truncated: the functions for the classes that a sampler keeps.
         divergence: the functions for the logits of two heads.
         packed_gradients: takes the place of `head_gradients` for packed rows, or None.
     """
@@ -226,6 +265,7 @@ class HeadKernels(NamedTuple):
     mean_shares: Callable[..., Tensor | None]
     of_ids: EntryKernels
     topk_of_rows: Callable[..., None]
+    truncated: TruncatedKernels
     divergence: DivergenceKernels
     packed_gradients: Callable[..., HeadGradients] | None = None
 
@@ -268,13 +308,15 @@ class HeadKernels(NamedTuple):
         saved: Tensor,
         temperature: float,
         softcap: float,
+        adds_ranks: bool,
         chunk: int,
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the coefficients of the rows.
 
         Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-        saved; they are then computed again, `chunk` classes at a time.
+        saved; they are then computed again, `chunk` classes at a time. With `adds_ranks` the
+        gradient of the hidden states is one rank's part, which is not rounded.
         """
         target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
@@ -287,7 +329,8 @@ class HeadKernels(NamedTuple):
         def counts(rows: slice) -> Tensor:
             return coefficients.part(rows).counts()
 
-        return head_gradients([head], wanted, counts, write_gradient, tokens, chunk, [saved])
+        rest = (counts, write_gradient, tokens, chunk, [saved])
+        return head_gradients([head], wanted, *rest, adds_ranks=adds_ranks)
 
     def linear_one_pass(
         self,
@@ -437,20 +480,76 @@ class HeadKernels(NamedTuple):
         tokens: int,
         save_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the `TopKRows` of a head, and its logits if they are saved.
-
-        The logits of `tokens` tokens exist at once, or of all if they are saved. The last result is
-        empty otherwise.
-        """
-        M, C, head = len(head.input), len(head.weight), head.rounded
+        """Return the `TopKRows` of a head, and what `read_logits` returns."""
         found = topk_fake(head.input, k)
-        buffer = head.buffer(M if save_logits else min(tokens, M), C)
-        for rows in chunks(M, tokens):
-            memory = buffer[rows.start * padded_width(C) :] if save_logits else buffer
-            logits = head.part(rows, slice(C)).logits(memory)
+
+        def read(rows: slice, logits: Tensor) -> None:
             part = TopKRows(*(field[rows] for field in found))
             self.topk_of_rows(logits, k, temperature, softcap, part)
-        return *found, buffer if save_logits else buffer.new_empty(0)
+
+        return *found, read_logits(head, tokens, save_logits, read)
+
+    def linear_truncated_stats(
+        self,
+        head: Head,
+        target: Tensor | None,
+        rules: Rules,
+        softcap: float,
+        ignore_index: int,
+        tokens: int,
+        save_logits: bool,
+    ) -> tuple[
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+    ]:
+        """Return the `TruncatedRows` of a head, and what `read_logits` returns."""
+        found = truncated_fake(head.input)
+
+        def read(rows: slice, logits: Tensor) -> None:
+            labels = None if target is None else target[rows]
+            of_rows, part = rules.map(itemgetter(rows)), TruncatedRows(*part_of(found, rows))
+            self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
+
+        return *found, read_logits(head, tokens, save_logits, read)
+
+    def linear_truncated_stats_backward(
+        self,
+        grad_logprob: Tensor,
+        grad_logsumexp: Tensor | None,
+        grad_kept: Tensor | None,
+        grad_entropy: Tensor | None,
+        head: Head,
+        rows: TruncatedSums,
+        saved: Tensor,
+        keeps_target: bool,
+        softcap: float,
+        ignore_index: int,
+        chunk: int,
+        wanted: Wanted,
+    ) -> HeadGradients:
+        """Compute the `HeadGradients` from the gradients of the statistics."""
+        grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+        grads = counted_gradients(grads, rows, keeps_target, ignore_index)
+        counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
+        options = (len(head.weight), keeps_target, softcap, ignore_index)
+
+        def write_gradient(tokens: slice, part: slice, result: Tensor, logits: Tensor) -> None:
+            of_rows = (part_of(grads, tokens), TruncatedSums(*part_of(rows, tokens)))
+            self.truncated.gradient(logits, part.start, *of_rows, *options, result)
+
+        sizes = (tokens_of_backward(head, saved), chunk)
+        of_tokens = (lambda tokens: counts[tokens], write_gradient)
+        return head_gradients([head], wanted, *of_tokens, *sizes, [saved])
 
     def accumulate_rows(
         self,
@@ -563,7 +662,11 @@ class HeadKernels(NamedTuple):
             The others: as in `linear_divergence_backward`.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        numbers = (beta, temperature, softcap)
+        numbers, is_fp16 = (beta, temperature, softcap), head.input.dtype == torch.float16
+        if is_fp16:
+            largest = factors.amax() if len(factors) else factors.new_ones(())
+            scale = FP16_FACTOR / largest.clamp(min=1e-30)
+            factors = factors * scale
         if chunk:
             state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
             gradients = self.linear_divergence_backward(
@@ -576,16 +679,23 @@ class HeadKernels(NamedTuple):
                 chunk,
                 wanted,
             )
-            return state.rows.loss, *gradients
-        state = self.divergence.new_state(head.input)
+        else:
+            state = self.divergence.new_state(head.input)
 
-        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-            part = state.part(rows)
-            self.accumulate_rows([(0, *logits)], part, numbers)
-            self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
+            def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
+                part = state.part(rows)
+                self.accumulate_rows([(0, *logits)], part, numbers)
+                self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
 
-        chunk_sizes = (tokens_at_once(head, tokens), len(head.weight))
-        gradients = head_gradients(
-            heads, wanted, lambda rows: factors[rows] != 0, write_gradient, *chunk_sizes
-        )
+            gradients = head_gradients(
+                heads,
+                wanted,
+                lambda rows: factors[rows] != 0,
+                write_gradient,
+                tokens_at_once(head, tokens),
+                len(head.weight),
+                dtype=factors.dtype if is_fp16 else None,
+            )
+        if is_fp16:
+            gradients = HeadGradients(*(each.to(scale.dtype).div_(scale) for each in gradients))
         return state.rows.loss, *gradients

@@ -31,7 +31,13 @@ from .plan import (
     padded_width,
     widens_logits,
 )
-from .products import aligned_columns, aligned_rows, in_blocks, multiply_blocks
+from .products import (
+    aligned_columns,
+    aligned_rows,
+    in_blocks,
+    multiply_blocks,
+    without_padding,
+)
 
 
 class Wanted(NamedTuple):
@@ -88,11 +94,16 @@ class Head(NamedTuple):
 
     @property
     def aligned(self) -> Head:
+        """The head with rows on 16 bytes, in whole blocks, in the batch-invariant mode."""
+        head = self.with_aligned_rows
+        return Head(in_blocks(head.input, head.invariant), *head[1:])
+
+    @property
+    def with_aligned_rows(self) -> Head:
         """The head with rows on 16 bytes in the batch-invariant mode."""
         if not self.invariant:
             return self
-        input = in_blocks(aligned_rows(self.input), self.invariant)
-        return Head(input, aligned_columns(self.weight), *self[2:])
+        return Head(aligned_rows(self.input), aligned_columns(self.weight), *self[2:])
 
     @property
     def wanted(self) -> Wanted:
@@ -143,7 +154,8 @@ class Head(NamedTuple):
         rows, dtype = self.buffer_rows(tokens), self.input.dtype
         if self.widens:
             dtype = acc_dtype(dtype)
-            rows = rows // 2 + self.rows((tokens + 1) // 2) if for_gradient else rows
+            if for_gradient and not self.is_read_in_place(tokens):
+                rows = rows // 2 + self.tokens_beside_gradient(tokens)
         return self.input.new_empty(rows * padded_width(classes), dtype=dtype)
 
     def rows_in(self, buffer: Tensor, tokens: int, classes: int) -> Tensor:
@@ -151,18 +163,32 @@ class Head(NamedTuple):
         rows, width = self.rows(tokens), padded_width(classes)
         return buffer[: rows * width].view(rows, width)
 
-    def parts_to_read(self, tokens: int, are_saved: bool) -> list[slice]:
+    def is_read_in_place(self, tokens: int) -> bool:
+        """Return whether the gradient of wide logits takes their place, as that of saved ones does.
+
+        The logits of one block are one product, of which no half exists beside the gradient.
+        """
+        return self.widens and self.invariant and tokens <= BLOCK_TOKENS
+
+    def tokens_beside_gradient(self, tokens: int) -> int:
+        """Return the tokens whose wide logits exist at a time, beside the gradient of all."""
+        half = (tokens + 1) // 2
+        return max(half // BLOCK_TOKENS, 1) * BLOCK_TOKENS if self.invariant else half
+
+    def parts_to_read(self, tokens: int, in_place: bool) -> list[slice]:
         """Return the tokens whose logits are read, and their gradients written, one after another.
 
-        The gradient of wide logits has half their size. That of saved logits starts where they do.
-        It takes the place of logits that were read before, so that each part has as many tokens as
-        all before it. Half of the other logits exist at a time, behind the gradient.
+        The gradient of wide logits has half their size. In place it starts where they do, and
+        overwrites logits that were read before, so that each part has as many tokens as all before
+        it. Otherwise about half of the logits exist at a time, behind the gradient.
         """
         if not self.widens:
             return [slice(0, tokens)]
-        if not are_saved:
-            return list(chunks(tokens, self.rows((tokens + 1) // 2)))
-        stops = [*(2**i for i in range((tokens - 1).bit_length())), tokens]
+        if not in_place:
+            return list(chunks(tokens, self.tokens_beside_gradient(tokens)))
+        # PyTorch adds up a row that is alone in another order on a CPU.
+        first = int(self.input.device.type == "cpu")
+        stops = [*(2**i for i in range(first, (tokens - 1).bit_length())), tokens]
         return [slice(*ends) for ends in zip([0, *stops], stops, strict=False)]
 
     def logits(self, buffer: Tensor) -> Tensor:
@@ -176,6 +202,18 @@ class Head(NamedTuple):
         logits = padded[:, :C]
         multiply_blocks(self.input, self.weight.T, logits, self.invariant, self.bias)
         return logits[:tokens]
+
+    def input_gradient(self, dlogits: Tensor, out: Tensor) -> None:
+        """Write the gradient of the hidden states from that of the logits, as `multiply_blocks`."""
+        multiply_blocks(dlogits, self.weight, out, self.invariant)
+
+    def in_blocks(self, rows: Tensor, value: float = 0.0) -> Tensor:
+        """Return what belongs to the tokens, `[M, ...]`, as `in_blocks` does."""
+        return in_blocks(rows, self.invariant, value)
+
+    def of_tokens(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """Return results in the shape of the tokens, as `without_padding` does."""
+        return without_padding(rows, shape, self.invariant)
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

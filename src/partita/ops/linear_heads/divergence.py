@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, takes
+from ...runtime.autograd import apply, plain_eager, skip_unused_gradients, takes
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
+from ...runtime.sizes import decide
 from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..divergence.autograd import divergence_fake, divergence_of_classes, divergence_of_rows
 from ..divergence.common import (
@@ -81,15 +82,16 @@ class LinearDivergence(torch.autograd.Function):
         ctx.products, ctx.options = inputs[3:5], inputs[8:11]
         _, save_logits, ctx.backend, ctx.chunk = inputs[11:]
         ctx.mark_non_differentiable(*output[1:])
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*inputs[:3], *inputs[5:8], *output[1:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        def composed(head: Head, *tensors: Any) -> Tensor:
-            return composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options)
+        def composed(head: Head, *tensors: Any) -> tuple[Tensor]:
+            return (composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options),)
 
-        return head_backward(ctx, divergence_backward_op, grads[0], composed, heads=2)
+        return head_backward(ctx, divergence_backward_op, grads[:1], composed, heads=2)
 
 
 def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
@@ -182,28 +184,24 @@ def linear_divergence(
         mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
         mask = in_blocks(mask, head.invariant, False)
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
-    # The gradients of fp16 would underflow before a loss scale is known.
-    is_reduced = reduction != "none" and head.input.dtype != torch.float16
-    one_pass = any(wanted) and has_one_pass and is_reduced
+    one_pass = any(wanted) and has_one_pass and reduction != "none"
     (tokens, hidden), dtype = head.input.shape, head.input.dtype
-    plan = divergence_plan(
-        tokens,
-        hidden,
-        len(head.weight),
-        dtype,
-        teacher.input.dtype,
-        memory_budget,
-        wanted.input_grad,
-        wanted.weight_grad or wanted.bias_grad,
-        one_pass,
-        *head[3:],
-        head.rounds,
-    )
-    backend, sizes = current_backend(), plan[:3]
+    if head.invariant and dtype == torch.float16:  # the number of tokens must not decide
+        one_pass = False
+    sizes = (tokens, hidden, len(head.weight), dtype, teacher.input.dtype, memory_budget)
+    grads, rest = (wanted.input_grad, wanted.weight_grad or wanted.bias_grad), head[3:]
+    plan = divergence_plan(*sizes, *grads, one_pass, *rest, head.rounds)
+    if one_pass and dtype == torch.float16:
+        # Fp16 has chunks of tokens, whose gradients are scaled as no loss scale is known, or else
+        # gradients that need no scale, in the backward pass.
+        one_pass = decide(plan.chunk == 0, otherwise=False)
+        one_pass = one_pass and decide(plan.tokens < tokens, otherwise=False)
+        plan = plan if one_pass else divergence_plan(*sizes, *grads, False, *rest, head.rounds)
+    backend = current_backend()
     if one_pass:
         like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
         tensors = (*head[:3], *teacher[:3], row_factors(mask, like, reduction), mask)
-        options = (*head[3:], reduction, *numbers, *sizes, *wanted, backend)
+        options = (*head[3:], reduction, *numbers, *plan[:3], *wanted, backend)
         result: Tensor = apply(OnePass, ONE_PASS, *tensors, options)
         return result
     save_logits = plain_eager() and plan.saved > 0

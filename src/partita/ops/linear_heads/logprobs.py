@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, takes
+from ...runtime.autograd import apply, skip_unused_gradients, takes
 from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
@@ -67,6 +67,7 @@ class LinearLogprobs(torch.autograd.Function):
         ctx.products, ctx.options = inputs[3:5], inputs[6:9]
         _, ctx.chunk, save_logits, ctx.backend = inputs[9:]
         ctx.mark_non_differentiable(*output[1:])
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*inputs[:3], inputs[5], *output[1:])
         ctx.is_spent = not save_logits
 
@@ -74,12 +75,12 @@ class LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the gradients from that of the log-probabilities of saved ids."""
 
-        def composed(head: Head, *saved: Tensor) -> Tensor:
+        def composed(head: Head, *saved: Tensor) -> tuple[Tensor]:
             (ids, *_, rest), (temperature, softcap, ignore_index) = saved, ctx.options
             options = (temperature, softcap, ignore_index, rest.shape[1] > 0)
-            return logprobs_of(all_logits(head), ids, *options)
+            return (logprobs_of(all_logits(head), ids, *options),)
 
-        return head_backward(ctx, logprobs_backward_op, grads[0], composed)
+        return head_backward(ctx, logprobs_backward_op, grads[:1], composed)
 
 
 class LinearTopK(LinearLogprobs):
@@ -99,6 +100,7 @@ class LinearTopK(LinearLogprobs):
         (ctx.backend, ctx.chunk), ctx.products = inputs[-2:], (invariant, widens)
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
+        skip_unused_gradients(ctx)
         rows = TopKRows(*output[:-1])
         of_rows = (rows.entries, rows.maximum, rows.sumexp, rows.entries[:, :0])
         ctx.save_for_backward(*head, rows.indices, *of_rows, output[-1])

@@ -37,6 +37,9 @@ ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start 
 # What gradients of fp16 logits are multiplied by where they are computed with the loss. Otherwise
 # they would underflow, as a loss scale is not known before the backward pass.
 FP16_SCALE = 2.0**12
+# The factor of each row of a divergence there. It is smaller, since a logarithm of probabilities
+# stands in the gradient of the logits.
+FP16_FACTOR = 2.0**8
 # Tokens of each product in the batch-invariant mode. The library chooses a product's kernel, and so
 # the order of its sums, by its sizes. Fewer tokens would leave multiprocessors without a tile.
 BLOCK_TOKENS = 1024
@@ -52,8 +55,8 @@ ALL_AT_ONCE = "the workspace holds all logits at once"
 CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
 TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
 NO_CHUNKS_OF_TOKENS = (
-    "the workspace does not hold all logits, and unreduced and parallel losses, and weighted sums"
-    " in fp16, cannot take chunks of tokens"
+    "the workspace does not hold all logits, and unreduced and parallel losses, weighted sums in"
+    " fp16, and fp16 inside batch_invariant() cannot take chunks of tokens"
 )
 
 
@@ -166,10 +169,10 @@ def linear_cross_entropy_plan(
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
     half_type, itemsize, size_ratio = dtype.itemsize == 2, dtype.itemsize, 1 + widens
     logit_size, copy_bytes = itemsize * size_ratio, rounds * hidden * vocabulary * itemsize
-    step, unit, classes = 256, 1, vocabulary
+    step, classes = 256, vocabulary
     if batch_invariant:
-        step, unit = BLOCK_TOKENS * size_ratio, BLOCK_TOKENS
-        tokens = larger(-(-tokens // unit), 1) * unit
+        step = BLOCK_TOKENS * size_ratio
+        tokens = larger(-(-tokens // BLOCK_TOKENS), 1) * BLOCK_TOKENS
         default = DEFAULT_BUDGET * size_ratio
         room = default if memory_budget is None else memory_budget
         classes = invariant_classes(vocabulary, logit_size, room)
@@ -178,8 +181,8 @@ def linear_cross_entropy_plan(
     # Programs that share a row exchange one byte for every 512 classes.
     token_bytes = ROW_WORDS * 4 + vocabulary // 512
     fixed_bytes = token_bytes * tokens + copy_bytes
-    # Half of the tokens have fp32 logits at a time beside their gradient, or a row is copied.
-    fixed_bytes += widens * (1 + (tokens % (2 * unit) + 1) // 2) * row_bytes
+    if widens:  # Half of the tokens have fp32 logits at a time beside their gradient, or one row.
+        fixed_bytes += (1 + tokens % 2) * row_bytes
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
         name = "loss"
@@ -204,6 +207,8 @@ def linear_cross_entropy_plan(
         dweight_bytes = hidden * vocabulary * 2 if has_sum else 0
         # In fp16, so is that of the hidden states, until its upstream factor is known.
         takes_chunks = reduced and not parallel and classes == vocabulary
+        # Fp16 rounds gradients in another way there, and the number of tokens must not decide.
+        takes_chunks = takes_chunks and not (batch_invariant and dtype == torch.float16)
         dinput_bytes = 6 * tokens * hidden if takes_chunks and dtype == torch.float16 else 0
         budget = memory_budget
         if budget is None:
@@ -362,8 +367,7 @@ def divergence_plan(
         itemsize += acc_dtype(each).itemsize if widens else each.itemsize
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     copy_bytes = rounds * hidden * vocabulary * dtype.itemsize
-    spare_rows = widens * (BLOCK_TOKENS // 2 if invariant else 2)
-    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + spare_rows * row_bytes
+    fixed_bytes = ROW_WORDS * 4 * tokens + copy_bytes + 2 * widens * row_bytes
     has_gradient = input_grad or weight_grad
     if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
         fixed_bytes += tokens * hidden * dtype.itemsize
@@ -392,8 +396,11 @@ def divergence_plan(
             )
         by_blocks = DivergencePlan(rows, 0, vocabulary if saved else 0, workspace_bytes)
         return _choose(fits, at_once, by_blocks)
-    rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
-    by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
+    by_tokens_bytes = dweight_bytes + fixed_bytes
+    if input_grad and dtype == torch.float16:  # in fp32 until it has its upstream factor
+        by_tokens_bytes += 6 * tokens * hidden
+    rows = _round((budget - by_tokens_bytes) // row_bytes, 256)
+    by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + by_tokens_bytes)
     takes_tokens = has_gradient and one_pass
     if takes_tokens and decide(rows >= MIN_CHUNK_TOKENS, otherwise=False):
         return _choose(fits, at_once, by_tokens)

@@ -169,7 +169,7 @@ def composed_linear(
 def _wide_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `torch.nn.functional.linear` without rounding; it has no derivative."""
     dtype = acc_dtype(input.dtype)
-    if input.is_cuda and plain_eager():
+    if input.is_cuda and plain_eager() and input.shape[-1]:
         flat = input.reshape(-1, input.shape[-1])
         result = input.new_empty(len(flat), len(weight), dtype=dtype)
         multiply(flat, weight.T, result, bias)

@@ -15,6 +15,7 @@ from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
 from ..divergence.reference import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
+from ..truncated.reference import TRUNCATED_KERNELS
 from .chunked import HeadKernels
 from .common import GradientCoefficients, RowState, RowStatistics
 
@@ -182,5 +183,6 @@ KERNELS = HeadKernels(
     mean_shares,
     ENTRY_KERNELS,
     topk_of_rows,
+    TRUNCATED_KERNELS,
     DIVERGENCE_KERNELS,
 )

@@ -89,4 +89,4 @@ def linear_support_stats(
         return found.logprob, found.entropy
 
     call = (head.input, "input", len(weight), target, ids, offsets)
-    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, refuse_forward_mode, requires_grad, top_transform
+from ...runtime.autograd import apply, needs_gradient, refuse_forward_mode, top_transform
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
@@ -96,7 +96,7 @@ def _loss(
     if top_transform() is not None:
         losses = losses_of_joint(tensors, (*sequences, *options, backend))
         return reduce_losses(losses, sequences[2], reduction)
-    wanted = [torch.is_grad_enabled() and requires_grad(x) for x in tensors]
+    wanted = [needs_gradient(x) for x in tensors]
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     sizes = (B, T, U1 - 1, D, V, encoder.dtype, len(chosen))
     chunk, keeps_logits, _ = joint_chunks(*sizes, memory_budget, any(wanted), is_reduced)

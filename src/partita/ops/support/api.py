@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import token_stats
 from ..cross_entropy.common import check_logits
 from .autograd import stats_of_parts
-from .common import Support, SupportStats
+from .common import SupportStats
 
 
 def support_stats(
@@ -36,8 +31,8 @@ def support_stats(
         ids: recorded classes `[K]`, any integer dtype, one row after another. Classes may repeat.
         offsets: where the ids of each of the M rows begin in `ids`, and K, `[M + 1]`, any integer
             dtype, on the device of the logits or on the CPU. Rows are counted as in
-            `logits.flatten(0, -2)`. A row without ids has all classes in its set. If every row has
-            ids and the offsets are on the CPU, which tells so, only logits of the sets are read.
+            `logits.flatten(0, -2)`. A row without ids has all classes in its set. Of other rows
+            only the logits of their sets are read.
         temperature: positive; what the logits are divided by.
         softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
         ignore_index: rows with this label have log-probability, entropy and gradient 0.
@@ -64,16 +59,5 @@ def support_stats(
                      in_set=tensor([ True, False]))
     """
     check_logits(logits)
-    classes = logits.shape[-1]
-
-    def entries(x: Tensor, support: Support) -> Tensor:
-        # Entries that are no class have the gradient 0, or NaN like all of their row.
-        x = x[support.rows, support.classes.clamp(0, classes - 1)]
-        return x.to(acc_dtype(x.dtype))
-
-    def all_classes(*of_rows: Any) -> tuple[Tensor, Tensor]:
-        found = token_stats(*of_rows, current_backend())
-        return found[0], found[2]
-
-    call = (logits, "logits", classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)
+    call = (logits, "logits", logits.shape[-1], target, ids, offsets)
+    return stats_of_parts(lambda x, _: x, None, *call, temperature, softcap, ignore_index)

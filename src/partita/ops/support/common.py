@@ -11,6 +11,7 @@ from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 
 IGNORED = -(2**62)  # the class of a target that is ignored
+INVALID = -1  # the label of rows with ids in which a number is out of range
 WRONG = 2**62  # offsets that do not run from 0 to the number of ids
 
 
@@ -36,31 +37,31 @@ class Support(NamedTuple):
         classes: the class of each entry, `[E]`. Ids ascend in each row, and may repeat. Those of an
             ignored row are -1, and its target is `IGNORED`.
         offsets: where the ids of each row begin among all ids, and K, `[M + 1]`; or all `WRONG`.
-        order: the entries sorted by class, `[E]`.
-        starts: where the entries of each class begin in this order, `[C + 1]`.
     """
 
     rows: Tensor
     classes: Tensor
     offsets: Tensor
-    order: Tensor
-    starts: Tensor
 
 
 class SupportRows(NamedTuple):
-    """The statistics of each row, and their derivatives.
+    """The statistics of each row over its recorded classes, and their derivatives.
 
-    The numbers are NaN in invalid rows, in which the label, an id or the offsets are out of range.
+    The numbers are NaN in invalid rows, in which the label, an id or the offsets are out of range,
+    and 0 in others without ids.
 
     Fields:
-        logprob, entropy: as in `SupportStats`, `[M]`.
-        status: 1 if the target was recorded, 0 if it was not, -1 in invalid rows, `[M]` int8.
+        logprob, entropy, in_set: as in `SupportStats`, `[M]`.
+        labels: the labels of rows that need the statistics of all classes, `[M]` int64. They are
+            the targets of rows without ids, C for those that are no class. Of rows with ids it is
+            `NOT_READ`, or `INVALID`, so that the gradient of all their logits is NaN.
         dlogprob, dentropy: the derivatives of the first two in the logit of each entry, `[E]`.
     """
 
     logprob: Tensor
     entropy: Tensor
-    status: Tensor
+    in_set: Tensor
+    labels: Tensor
     dlogprob: Tensor
     dentropy: Tensor
 
@@ -70,8 +71,8 @@ def empty_rows(logits: Tensor, offsets: Tensor) -> SupportRows:
     M, dtype = offsets.shape[0] - 1, acc_dtype(logits.dtype)
     logprob, entropy = (logits.new_empty(M, dtype=dtype) for _ in range(2))
     dlogprob, dentropy = (torch.empty_like(logits, dtype=dtype) for _ in range(2))
-    status = logits.new_empty(M, dtype=torch.int8)
-    return SupportRows(logprob, entropy, status, dlogprob, dentropy)
+    in_set, labels = (offsets.new_empty(M, dtype=of) for of in (torch.bool, torch.int64))
+    return SupportRows(logprob, entropy, in_set, labels, dlogprob, dentropy)
 
 
 def support_sets(
@@ -90,21 +91,13 @@ def support_sets(
     M, K = len(target), len(ids) if len(target) else 0
     offsets = offsets.clone() if is_sound else sound_offsets(offsets, len(ids))
     is_ignored = target == ignore_index
-    numbers = torch.arange(max(M, K, num_classes + 1), device=ids.device)
+    numbers = torch.arange(max(M, K), device=ids.device)
     rows = torch.searchsorted(offsets[1:], numbers[:K], right=True)
     # The rows are in order before and after the sort. Ids out of range stay so.
     keys = torch.add(ids[:K].clamp(-1, num_classes), rows, alpha=num_classes + 2)
     ids = torch.sub(keys.sort().values, rows, alpha=num_classes + 2)
-    ids = torch.where(is_ignored[rows], -1, ids)
-    classes = torch.cat([torch.where(is_ignored, IGNORED, target), ids])
-    ordered, order = classes.sort(stable=True)
-    return Support(
-        rows=torch.cat([numbers[:M], rows]),
-        classes=classes,
-        offsets=offsets,
-        order=order,
-        starts=torch.searchsorted(ordered, numbers[: num_classes + 1]),
-    )
+    classes = [torch.where(is_ignored, IGNORED, target), torch.where(is_ignored[rows], -1, ids)]
+    return Support(torch.cat([numbers[:M], rows]), torch.cat(classes), offsets)
 
 
 def sound_offsets(offsets: Tensor, number: int) -> Tensor:
@@ -112,15 +105,15 @@ def sound_offsets(offsets: Tensor, number: int) -> Tensor:
 
     Where values are checked, wrong ones raise.
     """
-    decreases = offsets[1:] < offsets[:-1]
-    is_wrong = torch.cat([offsets[:1] != 0, decreases])
-    is_wrong[-1:] |= offsets[-1:] != number
+    decreases, ends_wrong = offsets[1:] < offsets[:-1], offsets[-1:] != number
+    is_wrong = torch.cat([offsets[:1] != 0, decreases, ends_wrong])
     if not checks.can_check_values(offsets):
         return torch.where(is_wrong.any(), WRONG, offsets)
     if (index := checks.first_index(is_wrong)) is not None:
+        place = min(index[0], len(offsets) - 1)
         raise ValueError(
             f"offsets: expected numbers from 0 to the number of ids, {number}, that do not"
-            f" decrease, got {int(offsets[index])} at [{index[0]}]"
+            f" decrease, got {int(offsets[place])} at [{place}]"
         )
     return offsets.clone()
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, softcap_slope, softcapped
-from .common import IGNORED, WRONG, Support, SupportRows
+from ..cross_entropy.common import NOT_READ
+from .common import IGNORED, INVALID, WRONG, Support, SupportRows
 
 
 def support_stats(
@@ -20,7 +21,7 @@ def support_stats(
 ) -> SupportRows:
     """Compute log-probability and entropy of each row over its support, and their derivatives.
 
-    A row without ids has its target alone. The first two results are differentiable.
+    The first two results are differentiable.
 
     Args:
         logits: the logits of the entries, `[E]`.
@@ -46,8 +47,9 @@ def support_stats(
     is_repeated = is_recorded | torch.cat([is_id[:1], is_same])
     is_ignored = (target == IGNORED) & (offsets[1:] != WRONG)
     is_invalid = (any_in_row(~is_class) | (offsets[1:] == WRONG)) & ~is_ignored
-    counts = ~(is_ignored | is_invalid)
-    in_set = counts & (any_in_row(is_recorded) | (offsets[1:] == offsets[:-1]))
+    has_all = (offsets[1:] == offsets[:-1]) & ~is_ignored
+    counts = ~(is_ignored | is_invalid | has_all)
+    in_set = ~(is_ignored | is_invalid) & (has_all | any_in_row(is_recorded))
 
     is_member = is_class & ~is_repeated & counts[rows]
     x = torch.where(is_member, logits, 0)
@@ -61,6 +63,7 @@ def support_stats(
     # The sum of p log p would multiply the rounding error of log Z by the entropy.
     entropy = log_sumexp - row_sums(e * torch.where(e == 0, 0, y)) / sumexp
     nan_or_zero = torch.where(is_invalid, torch.nan, 0.0).to(y.dtype)
+    of_others = torch.where(is_invalid, INVALID, NOT_READ)
 
     slope = (softcap_slope(x, softcap) if softcap else 1) / temperature
     surprise = torch.where(p == 0, 0, y) + (entropy - log_sumexp)[rows]
@@ -68,6 +71,7 @@ def support_stats(
     return SupportRows(
         torch.where(counts, y[:M] - log_sumexp, nan_or_zero),
         torch.where(counts, entropy, nan_or_zero),
-        torch.where(is_invalid, -1, in_set.to(torch.int8)),
+        in_set,
+        torch.where(has_all, target.where(~is_invalid, num_classes), of_others),
         *(torch.where(is_member, each * slope, nan_or_zero[rows]) for each in derivatives),
     )

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import register
@@ -32,9 +33,7 @@ from .shard import (
     VocabShard,
     gather_ranks,
     refuse_second_derivative,
-    sum_and_scatter,
-    sum_over_ranks,
-    wait_for,
+    sum_of_rows,
 )
 
 
@@ -43,13 +42,14 @@ def _state_fake(
     weight: Tensor | None,
     needs_smoothing: bool,
     needs_entropy: bool,
+    invariant: bool,
     widens: bool,
     save_logits: bool,
 ) -> tuple[Tensor, Tensor]:
     size = (packed_size(needs_smoothing, needs_entropy), input.shape[0])
     saved = input.new_empty(0)
     if weight is not None:
-        saved = linear_heads.saved_logits_fake(input, weight, False, widens, save_logits)
+        saved = linear_heads.saved_logits_fake(input, weight, invariant, widens, save_logits)
     return input.new_empty(size, dtype=acc_dtype(input.dtype)), saved
 
 
@@ -124,23 +124,24 @@ class ParallelRows(torch.autograd.Function):
         shard: VocabShard,
         options: RowOptions,
         chunk: int,
+        invariant: bool,
         widens: bool,
         save_logits: bool,
         scattered: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        if scattered:
-            input = gather_ranks(input, shard).flatten(0, 1)
+        if weight is not None:
+            input = _all_tokens(input, target, shard, scattered)
         of_rows = (*shard.local(target, class_weight), shard.first_class, *options)
         packed, saved_logits = parallel_state(
-            input, weight, bias, *of_rows, chunk, widens, save_logits, backend
+            input, weight, bias, *of_rows, chunk, invariant, widens, save_logits, backend
         )
         return *merged_statistics(packed, target, shard, options, backend), saved_logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.shard, ctx.options, ctx.chunk = inputs[:8]
-        ctx.widens, save_logits, ctx.scattered, ctx.backend = inputs[8:]
+        *ctx.products, save_logits, ctx.scattered, ctx.backend = inputs[8:]
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
@@ -151,7 +152,7 @@ class ParallelRows(torch.autograd.Function):
         input, weight, _, target, class_weight, *outputs, saved_logits = ctx.saved_tensors
         refuse_second_derivative("logits" if weight is None else "matrix")
         if all(grad is None for grad in grads[:4]):  # the same on all ranks
-            return (None,) * 12
+            return (None,) * 13
         shard, options, statistics = ctx.shard, ctx.options, RowStatistics(*outputs)
         found = parallel_coefficients(
             target,
@@ -168,10 +169,10 @@ class ParallelRows(torch.autograd.Function):
         if weight is not None:
             results = _hidden_gradients(ctx, saved_logits, coefficients, statistics)
             needed = zip(results, ctx.needs_input_grad[:3], strict=True)
-            return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 9
+            return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 10
         of_rows = (*shard.local(target, class_weight), statistics.maximum, statistics.sumexp)
         dlogits = parallel_gradient(*coefficients, input, *of_rows, *options[:2], ctx.backend)
-        return dlogits, *(None,) * 11
+        return dlogits, *(None,) * 12
 
 
 def logits_statistics(
@@ -182,16 +183,17 @@ def logits_statistics(
     options: RowOptions,
 ) -> RowStatistics:
     """Return the statistics of rows of this rank's logits, `[M, C_local]`."""
-    rest = (target, class_weight, shard, options, 0, False, False, False, current_backend())
-    return RowStatistics(*ParallelRows.apply(logits, None, None, *rest)[:-1])
+    of_rows, unused = (target, class_weight, shard, options), (0, False, False, False, False)
+    found = ParallelRows.apply(logits, None, None, *of_rows, *unused, current_backend())
+    return RowStatistics(*found[:-1])
 
 
-def matmul_in_acc_dtype(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b in the accumulator's dtype."""
-    dtype = acc_dtype(a.dtype)
-    if a.is_cuda and a.dtype != dtype:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
+def _all_tokens(input: Tensor, target: Tensor, shard: VocabShard, scattered: bool) -> Tensor:
+    """Return the hidden states of all labels, with zeros for those that fill a block of tokens."""
+    if scattered:
+        input = gather_ranks(input, shard).flatten(0, 1)
+    missing = len(target) - len(input)
+    return F.pad(input, (0, 0, 0, missing)) if missing else input
 
 
 def matmul_during_collective(a: Tensor, b: Tensor) -> Tensor:
@@ -217,9 +219,9 @@ def _hidden_gradients(
     """
     input, weight, bias, target, class_weight = ctx.saved_tensors[:5]
     needed = to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
-    if ctx.scattered:
-        input = gather_ranks(input, ctx.shard).flatten(0, 1)
-    head, saved = Head(input, weight, bias, widens=ctx.widens), spend(ctx, logits)
+    tokens = len(input) * (len(ctx.shard.sizes) if ctx.scattered else 1)
+    input = _all_tokens(input, target, ctx.shard, ctx.scattered)
+    head, saved = Head(input, weight, bias, *ctx.products), spend(ctx, logits)
     d_input, d_weight, d_bias = linear_heads.rows_backward(
         *coefficients,
         *head,
@@ -228,24 +230,26 @@ def _hidden_gradients(
         statistics.sumexp,
         input.new_empty(0) if saved is None else saved[0],
         *ctx.options[:2],
+        True,
         ctx.chunk,
         *(needed if saved is None else (False, False, False)),
         ctx.backend,
     )
-    start_sum = sum_and_scatter if ctx.scattered else sum_over_ranks
-    if saved is None:
+    if saved is not None:
+        rows = head.rows_in(saved[0].view(input.dtype), len(input), len(weight))[:, : len(weight)]
         if to_input:
-            d_input = start_sum(d_input.to(statistics.nll.dtype), ctx.shard)
-    else:
-        sizes = len(input), len(weight)
-        dlogits = head.rows_in(saved[0].view(input.dtype), *sizes)[: sizes[0], : sizes[1]]
-        if to_input:
-            d_input = start_sum(matmul_in_acc_dtype(dlogits, weight), ctx.shard)
+            d_input = d_input.new_empty(len(rows), input.shape[1])
+            head.input_gradient(rows, d_input)
+    if to_input:
+        rest = (ctx.shard, input.dtype, head.invariant, ctx.scattered)
+        sum_of_ranks = sum_of_rows(d_input[:tokens], *rest)
+    if saved is not None:
+        dlogits = rows[: len(input)]
         if to_weight:  # while the ranks add up the gradient of the hidden states
             multiply = matmul_during_collective if to_input else torch.mm
             d_weight = multiply(dlogits.T, counted_states(input, coefficients.counts(), d_weight))
         if to_bias and bias is not None:
             d_bias = dlogits.sum(0, dtype=statistics.nll.dtype).to(bias.dtype)
     if to_input:
-        d_input = wait_for(d_input).to(input.dtype)
+        d_input = sum_of_ranks()
     return d_input, d_weight, d_bias

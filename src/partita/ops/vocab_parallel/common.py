@@ -40,6 +40,7 @@ def pack_state(
     first_class: int,
     options: RowOptions,
     chunk: int,
+    invariant: bool,
     widens: bool,
     save_logits: bool,
     *,
@@ -58,7 +59,7 @@ def pack_state(
         first_class: this rank's first class among all classes.
         options: the options of the statistics.
         chunk, save_logits: as in `accumulate_hidden`.
-        widens: as in `Head`.
+        invariant, widens: as in `Head`.
         kernels: the `HeadKernels` of the backend.
     """
     M, classes = len(input), input.shape[1] if weight is None else len(weight)
@@ -80,7 +81,8 @@ def pack_state(
         state.clear()
     numbers, saved = (options.temperature, options.softcap), input.new_empty(0)
     if weight is not None:
-        head, rest = Head(input, weight, bias, False, widens), (*numbers, chunk, save_logits)
+        head = Head(input, weight, bias, invariant, widens)
+        rest = (*numbers, chunk, save_logits)
         saved = accumulate_hidden(
             kernels.accumulate_logits, head, target, class_weight, state, *rest
         )

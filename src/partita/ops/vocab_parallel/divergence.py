@@ -25,10 +25,8 @@ from ..divergence.autograd import (
 from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
-from ..linear_heads.plan import widens_logits
 from ..logprobs.common import check_ids
 from .autograd import (
-    matmul_in_acc_dtype,
     merged_statistics,
     parallel_entries,
     parallel_entries_gradient,
@@ -40,6 +38,8 @@ from .shard import (
     VocabShard,
     gather_ranks,
     refuse_second_derivative,
+    sum_in_rank_order,
+    sum_of_rows,
     sum_over_ranks,
     vocab_shard,
     wait_for,
@@ -61,10 +61,10 @@ def merged_rows(gathered: Tensor, beta: float, temperature: float) -> Divergence
         maxima.append(of_ranks.amax(0))
         shift = finite_shift(maxima[-1])
         scales.append(((of_ranks - shift) / temperature).exp())
-        sums.append((sum_of_ranks * scales[-1]).sum(0))
+        sums.append(sum_in_rank_order(sum_of_ranks * scales[-1]))
         moved.append(finite_shift(of_ranks) - shift)
     relative = scales[0] * (weighted + first[1] * (moved[0] - moved[1]))
-    total = torch.where(scales[0] == 0, 0, relative).sum(0)
+    total = sum_in_rank_order(torch.where(scales[0] == 0, 0, relative))
     kl = total / sums[0] / temperature + (sums[1] / sums[0]).log()
     pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
     student, teacher = pairs if beta else pairs[::-1]
@@ -93,7 +93,7 @@ class ParallelDivergence(torch.autograd.Function):
         rows = merged_rows(gather_ranks(state, shard), beta, temperature)
         if 0 < beta < 1:
             terms = divergence_mixture_op(logits, teacher_logits, *rows[2:], *numbers, backend)
-            loss, student = gather_ranks(terms, shard).sum(0).unbind(0)
+            loss, student = sum_in_rank_order(gather_ranks(terms, shard)).unbind(0)
             rows = rows._replace(loss=loss.clone(), student=student.clone())
         return rows
 
@@ -131,7 +131,7 @@ class ParallelLogprobs(torch.autograd.Function):
         numbers = (temperature, softcap, NO_LABEL)
         options = RowOptions(*numbers, needs_smoothing=False, needs_entropy=True)
         no_label = ids.new_full((len(ids),), NO_LABEL)
-        of_rows = (no_label, None, shard.first_class, *options, 0, False, False, backend)
+        of_rows = (no_label, None, shard.first_class, *options, 0, False, False, False, backend)
         state, _ = parallel_state(logits, None, None, *of_rows)
         rows = merged_statistics(state, no_label, shard, options, backend)
         local = parallel_entries(logits, ids, shard.first_class, shard.classes, softcap, backend)
@@ -164,13 +164,18 @@ class LocalLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard, widens: bool
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        invariant: bool,
+        widens: bool,
+        shard: VocabShard,
     ) -> Tensor:
-        return rows_linear(Head(input, weight, bias, widens=widens))
+        return rows_linear(Head(input, weight, bias, invariant, widens))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.shard, _ = inputs
+        input, weight, _, ctx.invariant, _, ctx.shard = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
@@ -180,14 +185,13 @@ class LocalLinear(torch.autograd.Function):
         grad = grads[0].to(input.dtype)  # of logits that may be wider
         dinput = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            partial = matmul_in_acc_dtype(grad, weight)
-            summed = wait_for(sum_over_ranks(partial, ctx.shard))
-            dinput = summed.to(input.dtype)
+            partial = rows_linear(Head(grad, weight.T, None, ctx.invariant, widens=True))
+            dinput = sum_of_rows(partial, ctx.shard, input.dtype, ctx.invariant)()
         if ctx.needs_input_grad[1]:
             dweight = grad.T @ counted_rows(input, grad)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
-        return dinput, dweight, dbias, None, None
+        return dinput, dweight, dbias, None, None, None
 
 
 def divergence(
@@ -237,25 +241,25 @@ def divergence(
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
     shard = vocab_shard("logits", logits, -1, group, classes)
-    return _divergence(logits, teacher_logits, shard, beta, temperature, softcap, mask, reduction)
+    check_options(beta, mask, reduction, logits, "logits")
+    x, t = logits[None].flatten(0, -2), teacher_logits[None].flatten(0, -2)
+    loss = _divergences(x, t, shard, beta, temperature, softcap)
+    return reduced(loss.reshape(logits.shape[:-1]), mask, reduction)
 
 
-def _divergence(
+def _divergences(
     logits: Tensor,
     teacher_logits: Tensor,
     shard: VocabShard,
     beta: float,
     temperature: float,
     softcap: float | None,
-    mask: Tensor | None,
-    reduction: str,
 ) -> Tensor:
-    check_options(beta, mask, reduction, logits, "logits")
+    """Return the divergence of each row of logits `[M, C_local]`."""
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
-    logits = in_common_precision(logits, teacher_logits)
-    x, t = logits[None].flatten(0, -2), teacher_logits.detach()[None].flatten(0, -2)
-    loss = ParallelDivergence.apply(x, t, *numbers, shard, current_backend())[0]
-    return reduced(loss.reshape(logits.shape[:-1]), mask, reduction)
+    pair = in_common_precision(logits, teacher_logits), teacher_logits.detach()
+    result: Tensor = ParallelDivergence.apply(*pair, *numbers, shard, current_backend())[0]
+    return result
 
 
 def linear_divergence(
@@ -306,10 +310,10 @@ def linear_divergence(
         tensor(0.)
         >>> dist.destroy_process_group()
     """
-    logits, shard = _local_logits(
+    logits, shard, head = _local_logits(
         input, linear_weight, linear_bias, "", group, classes, logits_dtype
     )
-    teacher_logits, _ = _local_logits(
+    teacher_logits, *_ = _local_logits(
         teacher_input.detach(),
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
@@ -320,7 +324,9 @@ def linear_divergence(
     )
     expected = (*input.shape[:-1], teacher_weight.shape[1])
     checks.shape("teacher_input", teacher_input, expected, "the rows of input and K")
-    return _divergence(logits, teacher_logits, shard, beta, temperature, softcap, mask, reduction)
+    check_options(beta, mask, reduction, input, "input")
+    rows = _divergences(logits, teacher_logits, shard, beta, temperature, softcap)
+    return reduced(head.of_tokens(rows, input.shape[:-1]), mask, reduction)
 
 
 def logprobs(
@@ -361,19 +367,23 @@ def logprobs(
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
     shard = vocab_shard("logits", logits, -1, group, classes)
-    return _logprobs(logits, ids, shard, temperature, softcap)
+    check_ids(ids, logits, "the logits")
+    rows, flat = logits[None].flatten(0, -2), ids.long()[None].flatten(0, -2)
+    return _logprobs(rows, flat, shard, temperature, softcap).reshape(ids.shape)
 
 
 def _logprobs(
-    logits: Tensor, ids: Tensor, shard: VocabShard, temperature: float, softcap: float | None
+    logits: Tensor,
+    ids: Tensor,
+    shard: VocabShard,
+    temperature: float,
+    softcap: float | None,
 ) -> Tensor:
-    check_ids(ids, logits, "the logits")
+    """Return the log-probabilities of ids `[M, K]` from rows of logits `[M, C_local]`."""
     numbers = checks.temperature_and_softcap(temperature, softcap)
     checks.labels("ids", ids, shard.classes, checks.NOTHING_IGNORED)
-    x = contiguous_classes(logits[None].flatten(0, -2))
-    flat = ids.long()[None].flatten(0, -2)
-    found = ParallelLogprobs.apply(x, flat, *numbers, shard, current_backend())[0]
-    result: Tensor = found.reshape(ids.shape)
+    of_rows = (contiguous_classes(logits), ids)
+    result: Tensor = ParallelLogprobs.apply(*of_rows, *numbers, shard, current_backend())[0]
     return result
 
 
@@ -418,10 +428,12 @@ def linear_logprobs(
         tensor([[-1.3863, -1.3863]])
         >>> dist.destroy_process_group()
     """
-    logits, shard = _local_logits(
+    logits, shard, head = _local_logits(
         input, linear_weight, linear_bias, "", group, classes, logits_dtype
     )
-    return _logprobs(logits, ids, shard, temperature, softcap)
+    check_ids(ids, input, "input")
+    flat = head.in_blocks(ids.long()[None].flatten(0, -2))
+    return head.of_tokens(_logprobs(logits, flat, shard, temperature, softcap), ids.shape[:-1])
 
 
 def _local_logits(
@@ -432,13 +444,13 @@ def _local_logits(
     group: dist.ProcessGroup | None,
     classes: Classes,
     logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, VocabShard]:
-    """Return the logits of this rank's classes, `[..., C_local]`, and its shard.
+) -> tuple[Tensor, VocabShard, Head]:
+    """Return the logits of this rank's classes, its shard, and the head that has computed them.
 
-    The prefix stands before the names of the tensors in errors.
+    The logits are rows `[M, C_local]`, which fill whole blocks on a CPU in the mode. The prefix
+    stands before the names of the tensors in errors.
     """
     head = checked_head(input, weight, bias, prefix, "[C_local, H]")
     shard = vocab_shard(f"{prefix or 'linear_'}weight", head.weight, 0, group, classes)
-    widens = widens_logits(logits_dtype, head.input.dtype)
-    logits = LocalLinear.apply(*head.flat[:3], shard, widens)
-    return logits.reshape(*input.shape[:-1], len(weight)), shard
+    head = head.of_call(logits_dtype).flat.aligned
+    return LocalLinear.apply(*head, shard), shard, head

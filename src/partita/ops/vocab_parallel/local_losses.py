@@ -29,7 +29,7 @@ from ..linear_heads.common import (
     chunk_and_save,
     loss_terms,
 )
-from ..linear_heads.plan import linear_cross_entropy_plan, widens_logits
+from ..linear_heads.plan import linear_cross_entropy_plan
 from .autograd import ParallelRows, logits_statistics
 from .gpu.plan import slot_count
 from .shard import Classes, VocabShard, refuse_second_derivative, vocab_shard
@@ -157,8 +157,9 @@ def hidden_statistics(
 ) -> RowStatistics:
     """Return the statistics of hidden states `[M, H]` times this rank's rows of the matrix."""
     input_grad, weight_grad, bias_grad = head.wanted
+    head, tokens = head.of_call(logits_dtype).with_aligned_rows, target.shape[0]
     plan = linear_cross_entropy_plan(
-        target.shape[0],
+        tokens,
         head.input.shape[1],
         max(shard.sizes),
         head.input.dtype,
@@ -167,11 +168,13 @@ def hidden_statistics(
         input_grad=input_grad,
         weight_grad=weight_grad or bias_grad,
         parallel=True,
+        batch_invariant=head.invariant,
     )
     chunk, save_logits = chunk_and_save(plan, max(len(head.weight), 1))
-    widens = widens_logits(logits_dtype, head.input.dtype)
-    of_rows = (target, class_weight, shard, options, chunk, widens, save_logits, sequence_parallel)
-    return RowStatistics(*ParallelRows.apply(*head[:3], *of_rows, current_backend())[:-1])
+    of_rows = (head.in_blocks(target, options.ignore_index), class_weight, shard)
+    rest = (options, chunk, *head[3:], save_logits, sequence_parallel, current_backend())
+    found = RowStatistics(*ParallelRows.apply(*head[:3], *of_rows, *rest)[:-1])
+    return RowStatistics(*(field[:tokens] for field in found)) if head.invariant else found
 
 
 def local_token_stats(

@@ -15,6 +15,7 @@ from ...primitives.rows import finite_shift
 from ..linear_heads.common import GradientCoefficients, RowOptions, RowState, RowStatistics
 from ..linear_heads.reference import KERNELS, gradient_coefficients, row_statistics
 from .common import gradient_of_ids, gradient_of_logits, integer_dtype, logits_of_ids, pack_state
+from .shard import sum_in_rank_order
 
 parallel_state = functools.partial(pack_state, kernels=KERNELS)
 parallel_gradient = functools.partial(gradient_of_logits, kernels=KERNELS)
@@ -40,16 +41,16 @@ def parallel_fields(
     shift = finite_shift(maximum)
     scale = ((maxima - shift) / temperature).exp()
     invalid = (sizes[:rank].sum(0) != first_class) | (sizes.sum(0) != classes)
-    sumexp = torch.where(invalid, torch.nan, (sums * scale).sum(0))
+    sumexp = torch.where(invalid, torch.nan, sum_in_rank_order(sums * scale))
     origin = smoothing_loss = weight = sum_x_exp = argmax = None
     if options.needs_smoothing:
         origins, smoothing_losses, weights = gathered[:, 4:7].unbind(1)
-        origin, weight = origins[0], weights.sum(0)[:1]
-        smoothing_loss = (smoothing_losses + weights * (origin - origins)).sum(0)
+        origin, weight = origins[0], sum_in_rank_order(weights[..., :1])
+        smoothing_loss = sum_in_rank_order(smoothing_losses + weights * (origin - origins))
     if options.needs_entropy:
         sums_x_exp, indices = gathered[:, -2:].unbind(1)
         moved = sums * (shift - finite_shift(maxima)) / temperature
-        sum_x_exp = (scale * (sums_x_exp - moved)).sum(0)
+        sum_x_exp = sum_in_rank_order(scale * (sums_x_exp - moved))
         indices = indices.contiguous().view(integer_dtype(gathered.dtype)).long()
         argmax = torch.where(maxima == maximum, indices, classes - 1).amin(0)
     state = RowState(maximum, sumexp, labels.amax(0), origin, smoothing_loss, sum_x_exp, argmax)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import checks, private_names
@@ -44,6 +46,15 @@ class PlainCollectives:
         result = tensor.new_empty(len(tensor) // world, *tensor.shape[1:])
         group = private_names.resolve_process_group(name)
         dist.reduce_scatter_tensor(result, tensor, group=group)
+        return result
+
+    @staticmethod
+    def all_to_all_single(
+        tensor: Tensor, received: list[int], sent: list[int], name: Any
+    ) -> Tensor:
+        result = tensor.new_empty(sum(received), *tensor.shape[1:])
+        group = private_names.resolve_process_group(name)
+        dist.all_to_all_single(result, tensor, received, sent, group=group)
         return result
 
     @staticmethod
@@ -146,6 +157,38 @@ def sum_over_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
 def sum_and_scatter(tensor: Tensor, shard: VocabShard) -> Tensor:
     """Start the sum over the ranks, and return this rank's share of it, a tensor to wait for."""
     return _collectives.reduce_scatter_tensor(tensor, "sum", len(shard.sizes), shard.group)
+
+
+def sum_of_rows(
+    rows: Tensor, shard: VocabShard, dtype: torch.dtype, invariant: bool, scattered: bool = False
+) -> Callable[[], Tensor]:
+    """Start the sum of rows over the ranks; return a function that waits for it and rounds it.
+
+    The sum has all rows, or this rank's share of them if `scattered`, and may overwrite the rows. A
+    collective adds up three ranks and more in an order that depends on the size of the tensor and
+    on an element's place. In the batch-invariant mode each rank gets its share of all ranks' rows
+    instead, and adds them in rank order, for which the ranks send as many bytes.
+    """
+    world = len(shard.sizes)
+    if not invariant or world < 3:
+        start = sum_and_scatter if scattered else sum_over_ranks
+        unfinished = start(rows, shard)
+        return lambda: wait_for(unfinished).to(dtype)
+    number, missing = len(rows), -len(rows) % world
+    filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    shares = [len(filled) // world] * world
+    received = _collectives.all_to_all_single(filled, shares, shares, shard.group)
+
+    def finish() -> Tensor:
+        own = sum_in_rank_order(wait_for(received).unflatten(0, (world, shares[0]))).to(dtype)
+        return own if scattered else gather_ranks(own, shard).flatten(0, 1)[:number]
+
+    return finish
+
+
+def sum_in_rank_order(of_ranks: Tensor) -> Tensor:
+    """Return the sum over the first dimension. The order of PyTorch's own follows the shape."""
+    return functools.reduce(torch.add, of_ranks.unbind(0))
 
 
 def wait_for(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.invariance import is_batch_invariant
 from ..linear_heads.autograd import logits_of_entries
 from ..linear_heads.common import Head, RowOptions, checked_head
 from ..support.autograd import stats_of_parts
@@ -25,6 +26,7 @@ from .shard import (
     Classes,
     VocabShard,
     refuse_second_derivative,
+    sum_of_rows,
     sum_over_ranks,
     vocab_shard,
     wait_for,
@@ -38,19 +40,53 @@ class SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, shard: VocabShard, of_gradients: bool) -> Tensor:
+    def forward(x: Tensor, shard: VocabShard, of_gradients: bool, invariant: bool) -> Tensor:
         return x.view_as(x) if of_gradients else wait_for(sum_over_ranks(x.clone(), shard))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.shard, ctx.of_gradients = inputs
+        _, ctx.shard, ctx.of_gradients, ctx.invariant = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("classes")
-        if not ctx.of_gradients:
-            return grads[0], None, None
-        return wait_for(sum_over_ranks(grads[0].clone(), ctx.shard)), None, None
+        grad = grads[0]
+        if ctx.of_gradients:
+            grad = sum_of_rows(grad.clone(), ctx.shard, grad.dtype, ctx.invariant)()
+        return grad, None, None, None
+
+
+class LocalEntries(torch.autograd.Function):
+    """The logits of the entries whose columns a rank has, and 0 for others, `[E]`.
+
+    If an entry's gradient is NaN, on any rank, that of all logits of its row is.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        own = x.new_zeros(rows.shape, dtype=acc_dtype(x.dtype))
+        if not x.shape[1]:
+            return own
+        is_own = (columns >= 0) & (columns < x.shape[1])
+        return torch.where(is_own, x[rows, torch.where(is_own, columns, 0)].to(own.dtype), 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, *index = inputs
+        ctx.save_for_backward(*index)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,), (rows, columns), (M, width) = grads, ctx.saved_tensors, ctx.shape
+        of_rows = grad.new_zeros(M).index_add(0, rows, torch.where(grad.isnan(), grad, 0))
+        gradient = of_rows.to(ctx.dtype).unsqueeze(1).repeat(1, width)
+        if width:
+            is_own = (columns >= 0) & (columns < width)
+            index = (rows, torch.where(is_own, columns, 0))
+            own = torch.where(is_own, grad, 0).to(ctx.dtype)
+            gradient = gradient.index_put_(index, own, accumulate=True)
+        return gradient, None, None
 
 
 def row_options(temperature: float, softcap: float, ignore_index: int) -> RowOptions:
@@ -75,7 +111,8 @@ def support_stats(
     Args:
         logits: this rank's `[..., C_local]`.
         target: labels among all classes `[...]`, the same on all ranks.
-        ids, offsets: as in `partita.support_stats`, among all classes, the same on all ranks.
+        ids, offsets: as in `partita.support_stats`, among all classes, the same on all ranks. As in
+            `partita.linear_support_stats` a call waits for the number of rows without ids.
         group, classes: as in `partita.parallel.cross_entropy`.
         temperature, softcap, ignore_index: as in `partita.support_stats`.
 
@@ -103,12 +140,8 @@ def support_stats(
     shard = vocab_shard("logits", logits, -1, group, classes)
 
     def entries(x: Tensor, support: Support) -> Tensor:
-        columns, width = support.classes - shard.first_class, max(x.shape[1], 1)
-        # A rank without classes has a column of zeros.
-        x = x if x.shape[1] else x.sum(1, keepdim=True)
-        own = x[support.rows, columns.clamp(0, width - 1)].to(acc_dtype(x.dtype))
-        own = torch.where((columns >= 0) & (columns < logits.shape[-1]), own, 0)
-        total: Tensor = SumOverRanks.apply(own, shard, False)
+        own = LocalEntries.apply(x, support.rows, support.classes - shard.first_class)
+        total: Tensor = SumOverRanks.apply(own, shard, False, False)
         return total
 
     def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -117,7 +150,7 @@ def support_stats(
         return -found.nll, found.entropy
 
     call = (logits, "logits", shard.classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, False, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)
 
 
 def linear_support_stats(
@@ -170,9 +203,9 @@ def linear_support_stats(
 
     def entries(x: Tensor, support: Support) -> Tensor:
         # The gradients of hidden states are added up in the accumulator's dtype.
-        x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True)
+        x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True, is_batch_invariant())
         own = logits_of_entries(x, head.weight, head.bias, shard.first_class, support)
-        total: Tensor = SumOverRanks.apply(own, shard, False)
+        total: Tensor = SumOverRanks.apply(own, shard, False, False)
         return total
 
     def all_classes(x: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -182,4 +215,4 @@ def linear_support_stats(
         return -found.nll, found.entropy
 
     call = (head.input, "input", shard.classes, target, ids, offsets)
-    return stats_of_parts(entries, all_classes, True, *call, temperature, softcap, ignore_index)
+    return stats_of_parts(entries, all_classes, *call, temperature, softcap, ignore_index)

@@ -151,6 +151,16 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(x, y):
+    """Return x * y, rounded before it is added to anything.
+
+    The compiler may put one product of two into a multiply-add with their sum, which one is not
+    said, so that the sum has an order.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def row_sum(terms, PARTIALS: tl.constexpr):
     """Return the sums [ROWS] of terms [ROWS, N], whose bits do not depend on the block's layout.
 

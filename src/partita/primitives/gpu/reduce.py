@@ -286,13 +286,15 @@ def scan_segment(
     SUM_DTYPE: tl.constexpr = tl.float64 if TILE.lanes == 1 else slope.dtype
     state = empty_state(TILE.rows, TILE.lanes, slope.dtype, SUM_DTYPE)
     args = (slope, softcap, options)
-    unmasked = first
-    if TILE.rows == 1:  # Blocks of several rows always need a mask.
-        unmasked += (last - first) // TILE.block * TILE.block
-    for start in range(first, unmasked, TILE.block):
-        state = add_classes(state, x, at, start, last, *args, weigh, False, ENTROPY, TILE)
-    if unmasked < last:
-        state = add_classes(state, x, at, unmasked, last, *args, weigh, True, ENTROPY, TILE)
+    if TILE.rows == 1:
+        unmasked = first + (last - first) // TILE.block * TILE.block
+        for start in range(first, unmasked, TILE.block):
+            state = add_classes(state, x, at, start, last, *args, weigh, False, ENTROPY, TILE)
+        if unmasked < last:
+            state = add_classes(state, x, at, unmasked, last, *args, weigh, True, ENTROPY, TILE)
+    else:  # Blocks of several rows always need a mask.
+        for start in range(first, last, TILE.block):
+            state = add_classes(state, x, at, start, last, *args, weigh, True, ENTROPY, TILE)
     return state
 
 

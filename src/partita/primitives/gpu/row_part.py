@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .math import capped_logits, tree_sum
+from .math import capped_logits, rounded_product, tree_sum
 
 
 class RowPart(NamedTuple):
@@ -187,7 +187,7 @@ def part_sum(terms, factors, part, VEC: tl.constexpr):
     Classes that are equal modulo LANES are added in their order. They are in one lane, which is
     `begin` lanes after that of a row that starts on a vector.
     """
-    total = terms[0] if factors is None else terms[0] * factors[0]
+    total = terms[0] if factors is None else rounded_product(terms[0], factors[0])
     for i in tl.static_range(1, len(terms)):
         total = total + terms[i] if factors is None else tl.fma(terms[i], factors[i], total)
     LANES: tl.constexpr = total.shape[0]

@@ -396,6 +396,8 @@ def row_access(vector: int, *rows: StridedRows) -> int:
         return 0
     for x in rows:
         itemsize = x.ptr.element_size()
+        if itemsize * vector < 4:  # single 16-bit numbers, beside wider ones of another tensor
+            return 0
         if (x.ptr.data_ptr() | itemsize * (x.batch | x.row)) % (itemsize * vector):
             return 1
     return 2

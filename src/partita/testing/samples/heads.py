@@ -13,6 +13,7 @@ from ...ops.linear_heads.distillation import linear_distillation_loss
 from ...ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
 from ...ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from ...ops.linear_heads.support import linear_support_stats
+from ...ops.linear_heads.truncated import linear_truncated_stats
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, together
 from .rows import (
@@ -20,6 +21,7 @@ from .rows import (
     IGNORED,
     LOG_PROBABILITY,
     PROBABILITY_GRADIENT,
+    RULES,
     SOFT,
     TERMS,
     all_options,
@@ -128,6 +130,13 @@ SUPPORTS: dict[str, Any] = {
 }
 
 
+def _rules(draw: Draw, sizes: Sizes) -> Inputs:
+    """Return rules. Those of half types keep all, since of rounded logits others would be kept."""
+    if draw.dtype.itemsize == 2:
+        return {"top_k": None, "top_p": None, "min_p": 1e-6}
+    return {"top_p": 0.7}
+
+
 def _linear_logprobs(draw: Draw, sizes: Sizes) -> Inputs:
     """Ignore all ids of every third row, and one of the others."""
     ids = torch.where(draw.counts(sizes["rows"]).unsqueeze(-1), some_classes(draw, sizes), IGNORED)
@@ -223,6 +232,14 @@ CALLS = (
         batch={"input": 0, "target": 0},
         uncounted=_ignored_tokens,
         in_torch=in_torch.from_hidden(in_torch.support_stats),
+    ),
+    _from_hidden(
+        "linear_truncated_stats",
+        linear_truncated_stats,
+        together(_hidden, labels, _rules),
+        options={**LINEAR, "all rules, lean": together(_bias, RULES, _rules, _lean)},
+        batch={"input": 0, "target": 0},
+        in_torch=in_torch.from_hidden(in_torch.truncated_stats),
     ),
     _from_hidden(
         "linear_logprobs",

@@ -5,7 +5,7 @@ They compute in the dtype of their inputs, in fp32 at least, and PyTorch differe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def token_stats(
     logits: Tensor,
     target: Tensor | None = None,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,15 +92,59 @@ def token_stats(
     if target is None:
         target, ignore_index = x.argmax(-1), -100
     # The maximum is subtracted before the division, which would round large logits.
-    maximum = x.detach().amax(-1)
+    maximum = x.detach().amax(-1, keepdim=True)
     maximum = torch.where(maximum.isinf(), 0, maximum)
-    x = (x - maximum.unsqueeze(-1)) / temperature
+    x = (x - maximum) / temperature
     logp = x.log_softmax(-1)
     p = logp.exp()
     counts = target != ignore_index
     picked = logp.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
-    return torch.where(counts, picked, 0), maximum / temperature + logsumexp(x, -1), entropy
+    shift = (maximum / temperature).squeeze(-1)
+    return torch.where(counts, picked, 0), shift + logsumexp(x, -1), entropy
+
+
+def truncated_stats(
+    logits: Tensor,
+    target: Tensor | None = None,
+    *,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    temperature: Any = 1.0,
+    softcap: float | None = None,
+    order: str = "vllm",
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the statistics of the classes that the formulas of vLLM's sampler keep."""
+    rules: Iterable[Any] = (top_k, top_p, min_p, temperature)
+    rules = (x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in rules)
+    top_k, top_p, min_p, temperature = rules
+    x, kept = capped(logits, softcap), torch.ones_like(logits, dtype=torch.bool)
+    with torch.no_grad():
+        p = (x / temperature).softmax(-1)
+        ordered, index = logits.sort(-1, descending=True)
+        by_min_p = kept if min_p is None else p >= min_p * p.amax(-1, keepdim=True)
+        if order == "vllm":
+            kept = by_min_p
+        if top_k is not None:
+            rank = torch.as_tensor(top_k, device=x.device).expand_as(x[..., :1])
+            rank = torch.where(rank > 0, rank, x.shape[-1]).clamp(max=x.shape[-1])
+            kept = kept & (logits >= ordered.gather(-1, rank - 1))
+        if top_p is not None:
+            share = torch.where(kept, p, 0).gather(-1, index)
+            before = share.cumsum(-1) - share
+            last = (before < top_p * share.sum(-1, keepdim=True)).sum(-1, keepdim=True) - 1
+            kept = kept & (logits >= ordered.gather(-1, last.clamp(min=0)))
+        kept = kept & by_min_p
+        if target is None:
+            target, ignore_index = logits.argmax(-1), -100
+        counts = (target != ignore_index).unsqueeze(-1)
+        label = torch.where(counts, target.long().unsqueeze(-1), 0)
+        kept = kept | (torch.zeros_like(kept).scatter(-1, label, True) & counts)
+    call: dict[str, Any] = {"temperature": temperature, "ignore_index": ignore_index}
+    logprob, kept_logsumexp, entropy = token_stats(x.masked_fill(~kept, -torch.inf), target, **call)
+    return logprob, token_stats(x, target, **call)[1], kept_logsumexp, entropy
 
 
 def logprobs(

@@ -15,6 +15,7 @@ from ...ops.logprobs.api import logprobs, topk_logprobs
 from ...ops.logprobs.common import TopK
 from ...ops.softmax.api import log_softmax, logsumexp, softmax
 from ...ops.support.api import support_stats
+from ...ops.truncated.api import truncated_stats
 from ...runtime.dtypes import acc_dtype
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, Values, together
@@ -118,6 +119,28 @@ def _named_logits(draw: Draw, sizes: Sizes) -> Inputs:
 
 
 STATISTICS: dict[str, Any] = {"temperature and softcap": {"temperature": 0.7, "softcap": 5.0}}
+
+
+RULES = {"top_k": 5, "top_p": 0.8, "min_p": 0.01}
+
+
+def rules_of_rows(draw: Draw, sizes: Sizes) -> Inputs:
+    """Return rules that differ from row to row."""
+    rows = torch.arange(sizes["rows"], device=draw.device)
+    return {
+        "top_k": rows,
+        "top_p": 0.9 / (1 + 0.1 * rows.double()),
+        "min_p": 0.02 * (rows % 3).double(),
+        "temperature": 0.5 + (rows % 4).double(),
+    }
+
+
+TRUNCATED: dict[str, Any] = {
+    "all rules": {**RULES, "temperature": 0.7, "softcap": 5.0},
+    "all rules, transformers": {**RULES, "order": "transformers"},
+    "rules of each row": rules_of_rows,
+    "top-k, no target": {"top_k": 3, "target": None},
+}
 
 
 def some_classes(draw: Draw, sizes: Sizes) -> Tensor:
@@ -330,6 +353,16 @@ CALLS = (
         batch={"logits": 0, "target": 0},
         rows=(0,),
         uncounted=lambda inputs: _ignored(inputs, "logits"),
+    ),
+    _of_rows(
+        "truncated_stats",
+        truncated_stats,
+        together(_named_logits, labels, {"top_p": 0.7}),
+        options=TRUNCATED,
+        values=("offset", "wide", "equal", "masked"),
+        batch={"logits": 0, "target": 0},
+        rows=(0, 0, 0, 0, 0, 0),
+        in_torch=in_torch.truncated_stats,
     ),
     _of_rows(
         "logprobs",

@@ -222,6 +222,10 @@ def _one_pass(call: _OnePassCall) -> Tensor:
     mode = smoothing_mode(call.target, options.label_smoothing)
     if view is None or plan is None or plan.kind == "loop":
         return _reduced_two_passes(call)
+    # Triton moves the layout of the target weights' sum above the conversion to fp32, so that each
+    # thread would soft-cap a whole tile, in code that takes a minute to compile.
+    if options.softcap and mode != HARD_LABELS and logits.element_size() == 2:
+        return _reduced_two_passes(call)
     # Registers hold no target probabilities beside a long row, nor the slopes of a soft-cap.
     if plan.kind == "row" and (mode == PROBABILITIES or options.softcap):
         if plan.splits > 1 or plan.max_registers is not None:

@@ -19,6 +19,7 @@ from ....primitives.gpu.math import (
     through_softcap,
 )
 from ....primitives.gpu.reduce import (
+    ProgramRows,
     load_capped,
     locate_tile,
     program_rows,
@@ -34,7 +35,7 @@ from ....primitives.gpu.row_plan import (
     with_output,
 )
 from ....runtime.dtypes import acc_dtype
-from ..common import TokenStatsRows
+from ..common import NOT_READ, TokenStatsRows
 from .reduction import load_labels
 from .row_math import load_row_gradient
 
@@ -69,12 +70,14 @@ def token_stats_kernel(
     softcap: tl.float64,
     ignore_index,
     HAS_SOFTCAP: tl.constexpr,
+    READS_IGNORED: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     TILE: tl.constexpr,  # LaneTile
 ):
     """Compute the statistics of rows, each read once in blocks.
 
-    Where several programs share a row, the last one of them merges their results.
+    Where several programs share a row, the last one of them merges their results. Programs whose
+    rows are all ignored need not read them; their statistics are those of no classes then.
     """
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
@@ -88,6 +91,9 @@ def token_stats_kernel(
         label = index * 0  # any class; the maximum replaces its logit
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < classes)
+    if not READS_IGNORED:
+        read = tl.where(tl.max(not_ignored.to(tl.int32), axis=0) > 0, classes, 0)
+        at = ProgramRows(index, mask, at.batch, at.row, at.ptrs, read, at.split)
     label_ptrs = at.ptrs + label * logits.column
     label_x = load_capped(label_ptrs, in_range & mask, softcap, ACC_DTYPE)
     found, mask = scan_rows(logits, at, segments, slope, softcap, None, None, True, TILE)
@@ -126,11 +132,15 @@ def token_stats_backward_kernel(
     softcap: tl.float64,
     ignore_index,
     HAS_SOFTCAP: tl.constexpr,
+    READS_IGNORED: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute a tile of the gradient from the rows' statistics with one read and one write."""
+    """Compute a tile of the gradient from the rows' statistics with one read and one write.
+
+    Ignored rows that are not read have the gradient 0.
+    """
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     tile = locate_tile(rows, classes, tl.cdiv(classes, BLOCK_V), ROWS, BLOCK_V)
@@ -142,10 +152,14 @@ def token_stats_backward_kernel(
     on_label = tl.where(not_ignored, on_label, 0.0)
     softmax_coef = -on_label + load_row_gradient(grad_logsumexp, index, row_mask, ACC_DTYPE)
     on_entropy = load_row_gradient(grad_entropy, index, row_mask, ACC_DTYPE)
+    read = mask
+    if not READS_IGNORED:
+        on_entropy = tl.where(not_ignored, on_entropy, 0.0)
+        read = mask & not_ignored[:, None]
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
     total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
     offset = tl.load(entropy_ptr + index, mask=row_mask, other=0.0) - log_exact(total)
-    x = load_capped(tile_ptrs(logits, tile), mask, softcap, ACC_DTYPE)
+    x = load_capped(tile_ptrs(logits, tile), read, softcap, ACC_DTYPE)
     exponent = (x - shift[:, None]) * (tl.full([], LOG2E, ACC_DTYPE) / temperature)
     p = tl.exp2(exponent) * reciprocal(total)[:, None]
     # This is log p + entropy, which stays finite where p is 0.
@@ -186,6 +200,7 @@ def token_stats(
         softcap=softcap,
         ignore_index=ignore_index,
         HAS_SOFTCAP=softcap != 0,
+        READS_IGNORED=ignore_index != NOT_READ,
     )
     return rows
 
@@ -223,6 +238,7 @@ def token_stats_backward(
             softcap=softcap,
             ignore_index=ignore_index,
             HAS_SOFTCAP=softcap != 0,
+            READS_IGNORED=ignore_index != NOT_READ,
         )
 
     return with_output(run, -1, logits, dtype=logits.dtype)

@@ -19,6 +19,7 @@ from ....primitives.gpu.math import (
     finite_shift,
     log_exact,
     reciprocal,
+    rounded_product,
 )
 from ....primitives.gpu.memory import aligned_start, load_vectors
 from ....primitives.gpu.reduce import (
@@ -162,19 +163,15 @@ def exponent(x, shift, part):
 
 @triton.jit
 def shift_of(maximum, part):
-    """Return the shift of exponents, 0 for the maximum -inf.
-
-    No difference of shifts may have the product before it is rounded, which the compiler puts there
-    for a plain product.
-    """
-    return tl.fma(finite_shift(maximum), part.log2_scale, 0.0)
+    """Return the shift of exponents, 0 for the maximum -inf."""
+    return rounded_product(finite_shift(maximum), part.log2_scale)
 
 
 @triton.jit
 def moved_share(share, maximum, t_maximum, part, KIND: tl.constexpr):
     """Return a share relative to other maxima, which are at least its own."""
-    moved = tl.fma(share.maximum, part.log2_scale, 0.0) - shift_of(maximum, part)
-    t_moved = tl.fma(share.t_maximum, part.log2_scale, 0.0) - shift_of(t_maximum, part)
+    moved = rounded_product(share.maximum, part.log2_scale) - shift_of(maximum, part)
+    t_moved = rounded_product(share.t_maximum, part.log2_scale) - shift_of(t_maximum, part)
     scale, t_scale = tl.exp2(moved), tl.exp2(t_moved)
     weighted = share.weighted
     # Without classes a row has no shift. An infinite sum stays, unless its probabilities vanish.

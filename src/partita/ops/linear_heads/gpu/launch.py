@@ -19,6 +19,7 @@ from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import shares_of_denominators
 from ...divergence.gpu.launch import DIVERGENCE_KERNELS
 from ...logprobs.gpu.launch import ENTRY_KERNELS, topk_of_rows
+from ...truncated.gpu.launch import TRUNCATED_KERNELS
 from ..chunked import HeadKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from .chunk import linear_accumulate_kernel, linear_gradient_kernel, linear_statistics_kernel
@@ -165,5 +166,6 @@ KERNELS = HeadKernels(
     mean_shares,
     ENTRY_KERNELS,
     topk_of_rows,
+    TRUNCATED_KERNELS,
     DIVERGENCE_KERNELS,
 )

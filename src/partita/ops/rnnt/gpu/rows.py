@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LOG2E, UNFUSED, finite_shift
+from ....primitives.gpu.math import LOG2E, UNFUSED, finite_shift, rounded_product
 from ....primitives.gpu.memory import row_span
 from .plan import NODES_PER_PROGRAM
 
@@ -205,7 +205,7 @@ def shift_to(maximum, shift, columns, DTYPE: tl.constexpr):
     """Return the maximum with more columns, its factor and shift, and what rescales the sums."""
     new_maximum = tl.maximum(maximum, tl.max(columns, axis=0))
     factor = row_factor(new_maximum, DTYPE)
-    new_shift = finite_shift(new_maximum) * factor
+    new_shift = rounded_product(finite_shift(new_maximum), factor)
     rescale = tl.exp2(tl.where(maximum == -float("inf"), 0.0, shift - new_shift))
     return new_maximum, factor, new_shift, rescale
 

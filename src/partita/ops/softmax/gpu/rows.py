@@ -11,6 +11,7 @@ from ....primitives.gpu.math import (
     finite_shift,
     log_exact,
     reciprocal,
+    rounded_product,
     row_sum,
 )
 from ....primitives.gpu.reduce import RowTile, locate_tile, tile_ptrs
@@ -166,7 +167,7 @@ def softmax_backward_tile_kernel(
     first = locate_tile(rows, classes, 1, ROWS, BLOCK_V)
     if WHOLE:
         dy, y = load_gradient_tile(grad, output, first, BROADCAST, ACC_DTYPE)
-        total = row_sum(dy if LOG else dy * y, PARTIALS)[:, None]
+        total = row_sum(dy if LOG else rounded_product(dy, y), PARTIALS)[:, None]
         dx = input_gradient(dy, y, total, LOG, DTYPE)
         tl.store(tile_ptrs(result, first), dx.to(DTYPE), mask=first.mask)
     else:
@@ -174,7 +175,7 @@ def softmax_backward_tile_kernel(
         for start in range(0, classes, BLOCK_V):
             tile = tile_from(first, start, classes)
             dy, y = load_gradient_tile(grad, output, tile, BROADCAST, ACC_DTYPE)
-            total += row_sum(dy if LOG else dy * y, PARTIALS).to(tl.float64)
+            total += row_sum(dy if LOG else rounded_product(dy, y), PARTIALS).to(tl.float64)
         for start in range(0, classes, BLOCK_V):
             tile = tile_from(first, start, classes)
             dy, y = load_gradient_tile(grad, output, tile, BROADCAST, ACC_DTYPE)

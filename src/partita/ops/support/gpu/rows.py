@@ -16,9 +16,11 @@ from ....primitives.gpu.math import (
 )
 from ....primitives.gpu.reduce import add_block, empty_state, load_capped, merge_lanes
 from ....runtime.launch import launch, tl_acc_dtype
-from ..common import IGNORED, WRONG, Support, SupportRows, empty_rows
+from ...cross_entropy.common import NOT_READ
+from ..common import IGNORED, INVALID, WRONG, Support, SupportRows, empty_rows
 
 IGNORED_CLASS, WRONG_OFFSET = tl.constexpr(IGNORED), tl.constexpr(WRONG)
+INVALID_LABEL, NOT_READ_LABEL = tl.constexpr(INVALID), tl.constexpr(NOT_READ)
 BLOCK = 32  # entries of a row that its program reads together; the usual row has nine
 
 
@@ -54,13 +56,15 @@ def support_rows_kernel(
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the statistics of one row, and then the derivatives in its entries."""
+    """Compute the statistics of one row with ids, and then the derivatives in its entries."""
     temperature = tl.full([], temperature, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + row), tl.load(support.offsets + row + 1)
-    is_ignored = (tl.load(support.classes + row) == IGNORED_CLASS) & (begin != WRONG_OFFSET)
+    label = tl.load(support.classes + row)
+    is_ignored = (label == IGNORED_CLASS) & (begin != WRONG_OFFSET)
+    has_all = (begin == end) & (is_ignored == 0)
     number = end - begin + 1
     state = empty_state(1, BLOCK, ACC_DTYPE, tl.float64)
     has_target = tl.zeros([BLOCK], tl.int32)
@@ -76,15 +80,18 @@ def support_rows_kernel(
     total = tl.sum(found.total, axis=0).to(ACC_DTYPE)
     shift, log_total = finite_shift(tl.sum(found.maximum, axis=0)), log_exact(total)
     is_invalid = (begin == WRONG_OFFSET) | (tl.max(has_no_class, axis=0) > 0)
-    counts = (is_ignored | is_invalid) == 0
+    counts = (is_ignored | is_invalid | has_all) == 0
     nan_or_zero = tl.where(is_invalid, float("nan"), 0.0).to(ACC_DTYPE)
     label_x = load_capped(logits_ptr + row, counts, softcap, ACC_DTYPE)
     logprob = (label_x - shift) / temperature - log_total
     entropy = log_total - LN2 * tl.sum(found.sum_x_exp, axis=0).to(ACC_DTYPE) / total
-    is_in_set = counts & ((begin == end) | (tl.max(has_target, axis=0) > 0))
+    in_set = (counts & (tl.max(has_target, axis=0) > 0)) | (has_all & (is_invalid == 0))
+    of_others = tl.where(is_invalid, INVALID_LABEL, NOT_READ_LABEL).to(tl.int64)
+    label = tl.where(has_all, tl.where(is_invalid, C, label), of_others)
     tl.store(results.logprob + row, tl.where(counts, logprob, nan_or_zero))
     tl.store(results.entropy + row, tl.where(counts, entropy, nan_or_zero))
-    tl.store(results.status + row, tl.where(is_invalid, -1, is_in_set.to(tl.int8)))
+    tl.store(results.in_set + row, in_set)
+    tl.store(results.labels + row, label)
     inverse = reciprocal(total)
     for start in range(0, number, BLOCK):
         entry, x, is_member, _, _ = load_entries(
