@@ -24,8 +24,6 @@ ARROWS = {
     ("logprobs", "cross_entropy"),
     ("truncated", "cross_entropy"),
     ("divergence", "cross_entropy"),
-    ("distillation", "divergence"),
-    ("linear_heads", "distillation"),
     ("linear_heads", "logprobs"),
     ("linear_heads", "divergence"),
     ("linear_heads", "truncated"),

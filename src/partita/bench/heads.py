@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..ops.divergence.api import divergence
 from ..ops.linear_heads.api import linear_cross_entropy
-from ..ops.linear_heads.distillation import linear_distillation_loss
-from ..ops.linear_heads.divergence import linear_divergence
+from ..ops.linear_heads.divergence import linear_distillation_loss, linear_divergence
 from ..ops.linear_heads.plan import linear_cross_entropy_plan
 from ..ops.linear_heads.truncated import linear_truncated_stats
 from ..runtime.caches import register_cache

@@ -9,23 +9,37 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import by_rows
-from ...runtime import register
+from ...runtime import checks, register
 from ...runtime.autograd import DifferentiableOp, all_at_once, apply, plain_eager
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import OnePass, OnePassLoss
+from ..cross_entropy.autograd import OnePass, OnePassLoss, token_stats_op
+from ..cross_entropy.common import TokenStatsRows
 from ..logprobs.common import TopK
 from ..softmax.autograd import logsumexp
 from . import reference
-from .common import DivergenceRows, reduced, row_factors
+from .common import (
+    DivergenceRows,
+    TermOptions,
+    divergence_options,
+    empty_rows,
+    in_common_precision,
+    reduced,
+    row_factors,
+)
+from .objective import Distillation, Objective, mapped_classes
 
 # Rounding errors of log-probabilities that the sum of their exponentials may have.
 ROUNDING_ERRORS = 8
 
 
-def divergence_fake(logits: Tensor) -> tuple[Tensor, ...]:
-    dtype = acc_dtype(logits.dtype)
-    return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in DivergenceRows._fields)
+def divergence_fake(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(empty_rows(logits, TermOptions(*args[2:12])))
+
+
+def check_labels(name: str, target: Tensor | None, classes: int, ignore_index: int) -> None:
+    if target is not None:
+        checks.labels(name, target, classes, ignore_index)
 
 
 def _gpu() -> tuple[Any, ...]:
@@ -35,7 +49,14 @@ def _gpu() -> tuple[Any, ...]:
 
 
 define_op = functools.partial(register.define, gpu=_gpu)
-divergence_op = define_op(by_rows(reference.divergence), divergence_fake, vmap=all_at_once)
+divergence_op = define_op(
+    by_rows(reference.divergence),
+    divergence_fake,
+    check=lambda logits, target, ignore_index: check_labels(
+        "target", target, logits.shape[-1], ignore_index
+    ),
+    vmap=all_at_once,
+)
 divergence_backward_op = define_op(
     by_rows(reference.divergence_gradient, logits=1),
     lambda logits: torch.empty_like(logits),
@@ -44,7 +65,10 @@ divergence_backward_op = define_op(
 )
 divergence_one_pass_op = define_op(
     by_rows(reference.divergence_one_pass),
-    lambda logits: (divergence_fake(logits)[0], torch.empty_like(logits)),
+    lambda logits: (
+        logits.new_empty(logits.shape[:-1], dtype=acc_dtype(logits.dtype)),
+        torch.empty_like(logits),
+    ),
 )
 divergence_state_op = define_op(
     reference.DIVERGENCE_KERNELS.divergence_state,
@@ -59,11 +83,15 @@ divergence_local_gradient_op = define_op(
 )
 
 
+def _gradient(*args: Any) -> Tensor:
+    return reference.divergence_gradient(*args[:10], TermOptions(*args[10:]))
+
+
 _divergence = DifferentiableOp(
     divergence_op,
     divergence_backward_op,
-    reference.divergence_gradient,
-    lambda args, output: ((*args[:2], *output[1:]), args[2:5]),
+    _gradient,
+    lambda args, output: ((*args[:3], *output[:6]), args[3:-1]),
 )
 
 
@@ -123,13 +151,43 @@ def reduced_divergence(
     return reduced(loss, mask, reduction)
 
 
+def terms_of_rows(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor | None, options: TermOptions
+) -> DivergenceRows:
+    """Return the terms of each row of checked inputs, differentiable in the student's logits."""
+    labels = target if options.hard else None
+    call = (logits, teacher_logits.detach(), labels, *options, current_backend())
+    return DivergenceRows(*_divergence(*call))
+
+
 def divergence_of_rows(
     logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Return the divergence of each row of checked inputs, `[...]`."""
-    numbers = (beta, temperature, softcap)
-    rows: DivergenceRows = _divergence(logits, teacher_logits.detach(), *numbers, current_backend())
-    return rows[0]
+    options = divergence_options(beta, temperature, softcap)
+    return terms_of_rows(logits, teacher_logits, None, options).terms.squeeze(-1)
+
+
+def loss_of_logits(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor | None,
+    teacher_classes: Tensor | None,
+    objective: Objective,
+    options: TermOptions,
+) -> Distillation:
+    """Return the result of `distillation_loss` for checked inputs."""
+    logits, of_all = in_common_precision(logits, teacher_logits), None
+    if teacher_classes is not None:
+        whole = teacher_logits.detach().to(acc_dtype(logits.dtype))
+        numbers = (*options[7:], current_backend())
+        of_all = TokenStatsRows(*token_stats_op(whole, None, *numbers))
+        ids, penalty = mapped_classes(
+            teacher_classes, teacher_logits.shape[-1], teacher_logits.dtype
+        )
+        teacher_logits = teacher_logits.index_select(-1, ids) + penalty
+    rows = terms_of_rows(logits, teacher_logits, target, options)
+    return objective.result(objective.loss(rows.terms), rows, of_all, options)
 
 
 def divergence_of_classes(

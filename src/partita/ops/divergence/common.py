@@ -1,9 +1,10 @@
-"""Results and functions that the reference and the kernels of divergences share."""
+"""Terms, results and functions that the reference and the kernels of divergences share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,57 +17,177 @@ from ..logprobs.common import TopK, check_ids
 IGNORED = checks.NOTHING_IGNORED  # the id of a teacher's class in rows that do not count
 
 
-class DivergenceRows(NamedTuple):
-    """The divergence of each row, fp32 (fp64 for fp64), and what its gradient needs.
+class Terms(NamedTuple):
+    """Something for each term of a loss of a student's row and a teacher's.
 
     Fields:
-        loss: the divergence in nats, `[...]`.
-        student: KL(student ‖ teacher) for beta 1, KL(student ‖ mixture) for a beta between 0 and 1,
-            and 0 for beta 0, `[...]`.
+        hard: the cross-entropy of the student with a label, at temperature 1.
+        kl: KL(teacher ‖ student).
+        reverse_kl: KL(student ‖ teacher).
+        jsd: the generalised Jensen-Shannon divergence.
+        tv: the total variation.
+    """
+
+    hard: Any
+    kl: Any
+    reverse_kl: Any
+    jsd: Any
+    tv: Any
+
+
+class Means(NamedTuple):
+    """Something for each number of a row that gradients need in addition to terms and sums.
+
+    Fields:
+        plain: the sum of exp(x - maximum) over the student's soft-capped logits x.
+        student: KL(student ‖ mixture).
+        sign: the mean of sign(student - teacher) under the student.
+    """
+
+    plain: Any
+    student: Any
+    sign: Any
+
+
+class Sums(NamedTuple):
+    """Something for each sum that grows with the classes of a row.
+
+    Fields:
+        forward: the sum of f * (t - x), relative to the maxima of both rows, where f are the
+            exponentials of the teacher's logits t.
+        reverse: the sum of e * (x - t), with the student's exponentials e.
+        label: the logit of the label, -inf until its class was read.
+    """
+
+    forward: Any
+    reverse: Any
+    label: Any
+
+
+class TermOptions(NamedTuple):
+    """The options of the terms of rows.
+
+    Fields:
+        hard, kl, reverse_kl, jsd, tv: whether the term is computed.
+        best: whether the teacher's arg-max is.
+        beta: the teacher's weight in the mixture of `jsd`.
+        temperature: what the soft-capped logits are divided by in all terms but `hard`.
+        softcap: the soft-cap of both logits, or 0.
+        ignore_index: the label of rows without a `hard` term.
+    """
+
+    hard: bool
+    kl: bool
+    reverse_kl: bool
+    jsd: bool
+    tv: bool
+    best: bool
+    beta: float
+    temperature: float
+    softcap: float
+    ignore_index: int
+
+    @property
+    def terms(self) -> Terms:
+        """Return which terms are computed."""
+        return Terms(*self[:5])
+
+    @property
+    def means(self) -> Means:
+        """Return which means are needed. At temperature 1 `sumexp` is the plain sum too."""
+        return Means(self.hard and self.temperature != 1, self.jsd, self.tv)
+
+    @property
+    def sums(self) -> Sums:
+        """Return which sums are needed."""
+        return Sums(self.kl, self.reverse_kl, self.hard)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether a term needs the normalisers of both rows first."""
+        return self.jsd or self.tv
+
+
+def divergence_options(beta: float, temperature: float, softcap: float) -> TermOptions:
+    """Return the options of the one term that a beta names."""
+    named = (False, beta == 0, beta == 1, 0 < beta < 1, False, False)
+    return TermOptions(*named, beta, temperature, softcap, IGNORED)
+
+
+Named = TypeVar("Named", Terms, Means)
+
+
+def columns(packed: Tensor, needed: Named) -> Named:
+    """Return the columns of `[..., N]`, one for each field that is needed and None for others."""
+    of = iter(packed.unbind(-1))
+    return type(needed)(*(next(of) if is_needed else None for is_needed in needed))
+
+
+class DivergenceRows(NamedTuple):
+    """The terms of each row, fp32 (fp64 for fp64), and what their gradient needs.
+
+    Fields:
+        terms: the terms that are computed, in nats, `[..., N]`.
         maximum, sumexp: maximum of the student's soft-capped logits, and the sum of
             exp((logits - maximum) / temperature), `[...]`.
         teacher_maximum, teacher_sumexp: the same of the teacher, `[...]`.
+        means: the `Means` that are needed, `[..., K]`.
+        argmax: the lowest class with the teacher's maximum, `[...]` int64, or `[..., 0]`.
     """
 
-    loss: Tensor
-    student: Tensor
+    terms: Tensor
     maximum: Tensor
     sumexp: Tensor
     teacher_maximum: Tensor
     teacher_sumexp: Tensor
+    means: Tensor
+    argmax: Tensor
+
+    def part(self, rows: slice) -> DivergenceRows:
+        """Return the fields of some rows, in the same memory."""
+        return DivergenceRows(*map(itemgetter(rows), self))
 
 
 class DivergenceState(NamedTuple):
-    """The state of rows after some of their classes.
-
-    Fields:
-        rows: the `DivergenceRows` of these classes alone, fields `[M]`.
-        weighted: the sum of e * (first - second), relative to the maxima of both rows. e are the
-            exponentials of the first row, which is the teacher's for beta 0, otherwise the
-            student's, `[M]`.
-    """
+    """The state of rows after some of their classes: results of these alone, and `Sums` `[M]`."""
 
     rows: DivergenceRows
-    weighted: Tensor
+    sums: Sums
 
     def part(self, rows: slice) -> DivergenceState:
         """Return the state of some rows, in the same memory."""
-        fields = DivergenceRows(*(field[rows] for field in self.rows))
-        return DivergenceState(fields, self.weighted[rows])
+        sums = (None if each is None else each[rows] for each in self.sums)
+        return DivergenceState(self.rows.part(rows), Sums(*sums))
+
+
+def empty_rows(logits: Tensor, options: TermOptions) -> DivergenceRows:
+    """Return memory for the results of rows of logits, `[..., C]`."""
+    shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
+    return DivergenceRows(
+        logits.new_empty(*shape, sum(options.terms), dtype=dtype),
+        *(logits.new_empty(shape, dtype=dtype) for _ in range(4)),
+        logits.new_empty(*shape, sum(options.means), dtype=dtype),
+        logits.new_empty(shape if options.best else (*shape, 0), dtype=torch.int64),
+    )
+
+
+def empty_state(rows: DivergenceRows, options: TermOptions) -> DivergenceState:
+    """Return the state of rows, which the first classes write without reading."""
+    sums = (torch.empty_like(rows.maximum) if needs else None for needs in options.sums)
+    return DivergenceState(rows, Sums(*sums))
 
 
 class DivergenceKernels(NamedTuple):
     """The functions of one backend that work on some classes of both rows, `[M, C]` each.
 
     Fields:
-        new_state: returns a `DivergenceState` for as many rows as its first argument has.
-        accumulate: updates a `DivergenceState` in place with the classes from `first` on.
-        accumulate_mixture: adds the divergences from the mixture over these classes to the state,
-            whose maxima and sums have seen all classes.
-        gradient: overwrites the student's logits with their gradient.
+        accumulate: updates a `DivergenceState` in place with the classes from `first` on, of
+            `classes` in all, or writes it if `first` is 0.
+        accumulate_mixture: adds the terms and means that need both normalisers, which have seen
+            all classes.
+        gradient: writes the gradient of the student's logits, which may take their place.
     """
 
-    new_state: Callable[..., DivergenceState]
     accumulate: Callable[..., None]
     accumulate_mixture: Callable[..., None]
     gradient: Callable[..., None]
@@ -81,15 +202,17 @@ class DivergenceKernels(NamedTuple):
     ) -> Tensor:
         """Return what ranks exchange of some classes of both rows, `[M, C]` each.
 
-        That is `[5, M]`: both maxima and sums, and the weighted sum of `DivergenceState`.
+        That is `[5, M]`: both maxima and sums, and the sum of `Sums` that the KL needs, or 0.
         """
         if not logits.shape[1]:
             result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
             result[:3:2] = -torch.inf
             return result
-        state = self.new_state(logits)
-        self.accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap)
-        return torch.stack([*state.rows[2:], state.weighted])
+        options = divergence_options(beta, temperature, softcap)
+        rows, sums = state = empty_state(empty_rows(logits, options), options)
+        self.accumulate(logits, teacher_logits, None, state, 0, logits.shape[1], options)
+        weighted = [each for each in sums if each is not None] or [torch.zeros_like(rows.sumexp)]
+        return torch.stack([*rows[1:5], *weighted])
 
     def divergence_mixture(
         self,
@@ -110,9 +233,12 @@ class DivergenceKernels(NamedTuple):
         result = maximum.new_zeros(2, len(logits))
         statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
         if logits.shape[1]:
-            rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
-            state = DivergenceState(rows, result[0])
-            self.accumulate_mixture(logits, teacher_logits, state, 0, beta, temperature, softcap)
+            options = divergence_options(beta, temperature, softcap)
+            statistics = tuple(each.contiguous() for each in statistics)
+            loss, student = result.unsqueeze(-1)
+            rows = DivergenceRows(loss, *statistics, student, loss)
+            state = DivergenceState(rows, Sums(None, None, None))
+            self.accumulate_mixture(logits, teacher_logits, state, 0, options)
         return result
 
 

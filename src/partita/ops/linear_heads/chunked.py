@@ -18,7 +18,14 @@ from torch import Tensor
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions
-from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
+from ..divergence.common import (
+    DivergenceKernels,
+    DivergenceRows,
+    DivergenceState,
+    TermOptions,
+    empty_rows,
+    empty_state,
+)
 from ..logprobs.common import (
     EntryKernels,
     TopKRows,
@@ -52,7 +59,6 @@ from .common import (
 from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
-Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 
@@ -93,31 +99,6 @@ def logits_of(
     """Compute the logits of some tokens and classes under each head, in its buffer."""
     pairs = zip(heads, buffers, strict=True)
     return [head.part(tokens, classes).logits(buffer) for head, buffer in pairs]
-
-
-def accumulate_pairs(
-    heads: tuple[Head, Head], accumulate: Callable[..., None], tokens: int, saved: int
-) -> Buffers:
-    """Compute the logits of two heads, and return those of the last `saved` classes.
-
-    `accumulate` takes some tokens, and a list of the first class of some classes with the logits of
-    both heads.
-    """
-    heads = heads[0].rounded, heads[1]
-    (M, _), C = heads[0].input.shape, len(heads[0].weight)
-    of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
-    of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
-    for rows in chunks(M, tokens):
-        offset = rows.start * padded_width(saved)
-        memory = [buffer[offset:] for buffer in of_saved]
-        parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
-        pairs = [
-            (part.start, *logits_of(heads, buffers, rows, part))
-            for part, buffers in parts
-            if part.start < part.stop
-        ]
-        accumulate(rows, pairs)
-    return of_saved
 
 
 def head_gradients(
@@ -554,30 +535,45 @@ class HeadKernels(NamedTuple):
     def accumulate_rows(
         self,
         pairs: Sequence[tuple[Any, ...]],
+        target: Tensor | None,
         state: DivergenceState,
-        numbers: Numbers,
+        classes: int,
+        options: TermOptions,
     ) -> None:
-        """Compute the divergences of rows from their logits, which come in parts of the classes."""
-        for first, logits, teacher_logits in pairs:
-            self.divergence.accumulate(logits, teacher_logits, state, first, *numbers)
-        if 0 < numbers[0] < 1:
-            for first, logits, teacher_logits in pairs:
-                self.divergence.accumulate_mixture(logits, teacher_logits, state, first, *numbers)
+        """Compute the terms of rows from their logits, which come in parts of the classes."""
+        for first, *logits in pairs:
+            self.divergence.accumulate(*logits, target, state, first, classes, options)
+        if options.is_mixed:
+            for first, *logits in pairs:
+                self.divergence.accumulate_mixture(*logits, state, first, options)
 
     def accumulate_all(
         self,
         heads: tuple[Head, Head],
-        numbers: Numbers,
+        target: Tensor | None,
+        options: TermOptions,
         tokens: int,
         saved: int,
-    ) -> tuple[DivergenceState, Buffers]:
-        """Return the state of all rows, and the logits of the last `saved` classes."""
-        state = self.divergence.new_state(heads[0].input)
-
-        def accumulate(rows: slice, pairs: Sequence[tuple[Any, ...]]) -> None:
-            self.accumulate_rows(pairs, state.part(rows), numbers)
-
-        return state, accumulate_pairs(heads, accumulate, tokens, saved)
+    ) -> tuple[DivergenceRows, Buffers]:
+        """Return the terms of all rows, and the logits of the last `saved` classes."""
+        heads = heads[0].rounded, heads[1]
+        (M, _), C = heads[0].input.shape, len(heads[0].weight)
+        found = empty_rows(heads[0].input, options)
+        state = empty_state(found, options)
+        of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
+        of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
+        for rows in chunks(M, tokens):
+            offset = rows.start * padded_width(saved)
+            memory = [buffer[offset:] for buffer in of_saved]
+            parts = ((slice(0, C - saved), of_others), (slice(C - saved, C), memory))
+            pairs = [
+                (part.start, *logits_of(heads, buffers, rows, part))
+                for part, buffers in parts
+                if part.start < part.stop
+            ]
+            labels = None if target is None else target[rows]
+            self.accumulate_rows(pairs, labels, state.part(rows), C, options)
+        return found, of_saved
 
     def linear_divergence(
         self,
@@ -585,21 +581,19 @@ class HeadKernels(NamedTuple):
         teacher_input: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        target: Tensor | None,
+        options: TermOptions,
         tokens: int,
         save_logits: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `DivergenceRows` of two heads, and their logits if they are saved.
 
         The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
-        state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
-        return *state.rows, *buffers
+        found, buffers = self.accumulate_all(heads, target, options, tokens, saved)
+        return *found, *buffers
 
     def linear_divergence_backward(
         self,
@@ -608,35 +602,35 @@ class HeadKernels(NamedTuple):
         teacher_input: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
-        student: Tensor,
+        target: Tensor | None,
+        terms: Tensor,
         maximum: Tensor,
         sumexp: Tensor,
         teacher_maximum: Tensor,
         teacher_sumexp: Tensor,
+        means: Tensor,
         saved: Tensor,
         teacher_saved: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        options: TermOptions,
         chunk: int,
         wanted: Wanted,
     ) -> HeadGradients:
-        """Compute the `HeadGradients` from the gradient of the rows' divergences.
+        """Compute the `HeadGradients` from the gradient of the terms, `[M, N]`.
 
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-        of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
-        numbers = (beta, temperature, softcap)
+        fields = (terms, maximum, sumexp, teacher_maximum, teacher_sumexp, means, terms)
+        of_all = DivergenceRows(*(field.contiguous() for field in fields))
         grad, sizes = grad.contiguous(), (tokens_of_backward(head, saved), chunk)
 
-        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-            of_rows = DivergenceRows(*(field[rows] for field in of_all))
-            self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
+        def write_gradient(rows: slice, part: slice, result: Tensor, *logits: Tensor) -> None:
+            of_rows = (None if target is None else target[rows], of_all.part(rows))
+            place = (part.start, len(head.weight), options, result)
+            self.divergence.gradient(grad[rows], *logits, *of_rows, *place)
 
-        rest = (lambda rows: grad[rows] != 0, write_gradient, *sizes, (saved, teacher_saved))
-        return head_gradients(heads, wanted, *rest)
+        rest = (lambda rows: (grad[rows] != 0).any(1), write_gradient, *sizes)
+        return head_gradients(heads, wanted, *rest, (saved, teacher_saved))
 
     def linear_divergence_one_pass(
         self,
@@ -644,53 +638,48 @@ class HeadKernels(NamedTuple):
         teacher_input: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
+        target: Tensor | None,
         factors: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        options: TermOptions,
         tokens: int,
         saved: int,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the `DivergenceRows`, and the `HeadGradients` of the sum of terms times factors.
 
         Args:
-            factors: the factor of each row, `[M]`.
+            factors: the factors of each row, `[M, N]`.
             tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix
                 products: its logits under both heads, and two from the gradient.
             The others: as in `linear_divergence_backward`.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        numbers, is_fp16 = (beta, temperature, softcap), head.input.dtype == torch.float16
+        is_fp16 = head.input.dtype == torch.float16
         if is_fp16:
             largest = factors.amax() if len(factors) else factors.new_ones(())
             scale = FP16_FACTOR / largest.clamp(min=1e-30)
             factors = factors * scale
         if chunk:
-            state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
+            found, buffers = self.accumulate_all(heads, target, options, tokens, saved)
+            tensors = (*heads[1][:3], target, *found[:6], *buffers)
             gradients = self.linear_divergence_backward(
-                factors,
-                head,
-                *heads[1][:3],
-                *state.rows[1:],
-                *buffers,
-                *numbers,
-                chunk,
-                wanted,
+                factors, head, *tensors, options, chunk, wanted
             )
         else:
-            state = self.divergence.new_state(head.input)
+            found = empty_rows(head.input, options)
+            state, classes = empty_state(found, options), len(head.weight)
 
             def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-                part = state.part(rows)
-                self.accumulate_rows([(0, *logits)], part, numbers)
-                self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
+                part, labels = state.part(rows), None if target is None else target[rows]
+                self.accumulate_rows([(0, *logits)], labels, part, classes, options)
+                of_rows = (labels, part.rows, 0, classes, options, result)
+                self.divergence.gradient(factors[rows], *logits, *of_rows)
 
             gradients = head_gradients(
                 heads,
                 wanted,
-                lambda rows: factors[rows] != 0,
+                lambda rows: (factors[rows] != 0).any(1),
                 write_gradient,
                 tokens_at_once(head, tokens),
                 len(head.weight),
@@ -698,4 +687,4 @@ class HeadKernels(NamedTuple):
             )
         if is_fp16:
             gradients = HeadGradients(*(each.to(scale.dtype).div_(scale) for each in gradients))
-        return state.rows.loss, *gradients
+        return *found, *gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,14 +14,23 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import decide
 from ..cross_entropy.autograd import OnePass, OnePassLoss
-from ..divergence.autograd import divergence_fake, divergence_of_classes, divergence_of_rows
+from ..divergence.autograd import check_labels, divergence_of_classes, terms_of_rows
 from ..divergence.common import (
     IGNORED,
+    DivergenceRows,
+    TermOptions,
     check_options,
     check_teacher,
+    divergence_options,
+    empty_rows,
     ids_of_rows,
-    reduced,
-    row_factors,
+)
+from ..divergence.objective import (
+    Distillation,
+    Objective,
+    check_mapped_classes,
+    checked_objective,
+    mapped_classes,
 )
 from ..logprobs.common import TopK
 from .autograd import (
@@ -30,8 +40,9 @@ from .autograd import (
     rows_linear,
     saved_logits_fake,
 )
+from .autograd import rows as rows_op
 from .chunked import empty_gradients
-from .common import Head, checked_head
+from .common import Head, RowStatistics, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan
@@ -39,32 +50,35 @@ from .products import composed_linear, in_blocks, without_padding
 from .reference import KERNELS
 
 
-def _rows_fake(
-    input: Tensor,
-    weight: Tensor,
-    invariant: bool,
-    widens: bool,
-    teacher_input: Tensor,
-    save_logits: bool,
-) -> tuple[Tensor, ...]:
-    rest = (weight, invariant, widens, save_logits)
+def _rows_fake(*args: Any) -> tuple[Tensor, ...]:
+    input, weight, _, *products, teacher_input = args[:6]
+    rest = (weight, *products, args[20])
     saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
-    return *divergence_fake(input), *saved
+    return *empty_rows(input, TermOptions(*args[9:19])), *saved
 
 
-divergence_op = define_op(KERNELS.linear_divergence, _rows_fake)
+def _one_pass_fake(*args: Any) -> tuple[Tensor, ...]:
+    _, *gradients = one_pass_fake(has_rows=True)(*args[:3], *args[23:26])
+    return *empty_rows(args[0], TermOptions(*args[10:20])), *gradients
+
+
+def _check(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
+    check_labels("target", target, len(weight), ignore_index)
+
+
+divergence_op = define_op(KERNELS.linear_divergence, _rows_fake, check=_check)
 divergence_backward_op = define_op(KERNELS.linear_divergence_backward, empty_gradients)
-one_pass_op = define_op(KERNELS.linear_divergence_one_pass, one_pass_fake(has_rows=True))
+one_pass_op = define_op(KERNELS.linear_divergence_one_pass, _one_pass_fake, check=_check)
 
 
 def composed_rows(
-    head: Head, teacher: Head, beta: float, temperature: float, softcap: float
-) -> Tensor:
-    """Compute the divergence of each row from all logits at once, `[...]`."""
+    head: Head, teacher: Head, target: Tensor | None, options: TermOptions
+) -> DivergenceRows:
+    """Compute the terms of each row from all logits at once, fields `[...]`."""
     logits, teacher_logits = rows_linear(head), composed_linear(*teacher)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
-    return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
+    return terms_of_rows(logits, teacher_logits, target, options)
 
 
 class LinearDivergence(torch.autograd.Function):
@@ -79,38 +93,51 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.products, ctx.options = inputs[3:5], inputs[8:11]
-        _, save_logits, ctx.backend, ctx.chunk = inputs[11:]
+        ctx.products, ctx.options = inputs[3:5], inputs[9:19]
+        _, save_logits, ctx.backend, ctx.chunk = inputs[19:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*inputs[:3], *inputs[5:8], *output[1:])
+        ctx.save_for_backward(*inputs[:3], *inputs[5:9], *output[:6], *output[7:])
         ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         def composed(head: Head, *tensors: Any) -> tuple[Tensor]:
-            return (composed_rows(head, Head._make((*tensors[:3], *head[3:])), *ctx.options),)
+            teacher = Head._make((*tensors[:3], *head[3:]))
+            return (composed_rows(head, teacher, tensors[3], TermOptions(*ctx.options)).terms,)
 
         return head_backward(ctx, divergence_backward_op, grads[:1], composed, heads=2)
 
 
-def _loss_and_gradients(*args: Any) -> tuple[Tensor, ...]:
-    *heads, factors, mask, (invariant, widens, reduction, *numbers) = args
-    rest = (*heads[3:], factors, *numbers)
-    rows, *gradients = one_pass_op(*heads[:3], invariant, widens, *rest)
-    return reduced(rows, mask, reduction), *gradients
+def _loss_and_gradients(*args: Any) -> tuple[Any, ...]:
+    *tensors, (invariant, widens, *numbers) = args
+    objective, input = Objective.from_parts(tensors[7:], numbers[:7]), tensors[0]
+    factors = objective.factors(input.new_empty(len(input), dtype=acc_dtype(input.dtype)))
+    rest = (*tensors[3:7], factors, *numbers[7:])
+    *rows, of_input, of_weight, of_bias = one_pass_op(*tensors[:3], invariant, widens, *rest)
+    return (objective.loss(rows[0]), *rows), of_input, of_weight, of_bias
 
 
 def _composed_loss(*args: Any) -> Tensor:
-    *heads, _, mask, (_, widens, reduction, *numbers) = args
-    head, teacher = (Head._make((*each, 0, widens)) for each in (heads[:3], heads[3:]))
-    rows = composed_rows(head, teacher, *numbers[:3])
-    return reduced(rows, mask, reduction)
+    *tensors, (_, widens, *numbers) = args
+    head, teacher = (Head._make((*each, 0, widens)) for each in (tensors[:3], tensors[3:6]))
+    rows = composed_rows(head, teacher, tensors[6], TermOptions(*numbers[7:17]))
+    return Objective.from_parts(tensors[7:], numbers[:7]).loss(rows.terms)
 
 
-# The tensors are those of both heads, the factors of the rows and the mask. The options are the
-# way in which products are computed, the reduction, and those of `one_pass_op`.
-ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 8)
+# The tensors are those of both heads, the labels, and those of the objective. The options are the
+# way in which products are computed, the numbers of the objective, and those of `one_pass_op`.
+ONE_PASS = OnePassLoss(_loss_and_gradients, _composed_loss, 14)
+
+
+class OnePassRows(OnePass):
+    """A `OnePassLoss` whose result is the loss and the `DivergenceRows`."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: OnePassLoss, *args: Any) -> Any:
+        result: Any = OnePass.forward(ctx, loss, *args)
+        ctx.mark_non_differentiable(*result[1:])
+        return result
 
 
 def linear_divergence(
@@ -173,16 +200,138 @@ def linear_divergence(
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
+    options = divergence_options(*numbers)
+    objective = Objective.of_divergence(options, mask, reduction)
     head = head.of_call(logits_dtype)
     teacher = Head(*teacher[:3], *head[3:])
-    if takes_all_logits([head, teacher], mask, memory_budget):
-        rows = composed_rows(head, teacher, *numbers)
-        return reduced(rows, mask, reduction)
-    shape, head, teacher = input.shape[:-1], head.flat.aligned, teacher.flat.aligned
-    mask, wanted = None if mask is None else mask.reshape(-1), head.wanted
-    if head.invariant:  # The padding does not count.
-        mask = head.input.new_ones(shape.numel(), dtype=torch.bool) if mask is None else mask
-        mask = in_blocks(mask, head.invariant, False)
+    return _loss_of_heads(head, teacher, None, objective, options, memory_budget)[0]
+
+
+def linear_distillation_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    weights: Mapping[str, float | Tensor],
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    softcap: float | None = None,
+    teacher_classes: Tensor | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    memory_budget: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> Distillation:
+    """Distillation loss from the hidden states of student and teacher, without the logits.
+
+    It is `distillation_loss(input @ linear_weight.T + linear_bias, teacher_input @
+    teacher_weight.T + teacher_bias, target, ...)`, and a small call computes just that. With `mean`
+    and `sum` the forward pass computes the gradients, with the four matrix products and the memory
+    of `linear_divergence`, whatever the terms.
+
+    Args:
+        input: the student's hidden states `[..., H]`, floating dtype.
+        linear_weight: the student's matrix `[C, H]` in the same dtype, or in fp32.
+        teacher_input: the teacher's hidden states `[..., K]`; K may differ from H. They get no
+            gradient, like all that is the teacher's.
+        teacher_weight: the teacher's matrix `[C, K]`, or `[D, K]` with `teacher_classes`, in the
+            dtype of `teacher_input`, or in fp32.
+        target: integer labels `[...]`, which the term `hard` needs.
+        weights: as in `distillation_loss`.
+        linear_bias, teacher_bias: `[C]`, or `[D]` for the teacher, in the dtype of the matrix.
+        beta, temperature, scale_by_temperature_squared, softcap, ignore_index, mask, reduction: as
+            in `distillation_loss`.
+        teacher_classes: the teacher's class of each class of the student, `[C]`. The call copies
+            these rows of the teacher's matrix, and computes the logits of all of its classes once
+            more for `teacher_mass` and `teacher_argmax`.
+        memory_budget: bytes of workspace in addition to inputs, results and that copy; None for
+            4 GiB, or 256 MiB without a gradient.
+        logits_dtype: as in `linear_cross_entropy`, for both heads.
+
+    Returns:
+        `Distillation(loss, hard, kl, reverse_kl, jsd, tv, teacher_mass, teacher_argmax)`, as
+        `distillation_loss` returns it, differentiable in the student's hidden states, matrix and
+        bias.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `distillation_loss` and `linear_divergence`.
+
+    Source: as `distillation_loss`, with the plans of `linear_divergence`.
+
+    Example:
+        >>> import torch, partita
+        >>> hidden, matrix = torch.eye(2, requires_grad=True), torch.zeros(3, 2)
+        >>> teacher = torch.ones(2, 1), torch.tensor([[1.0], [0.0], [0.0]])
+        >>> weights, target = {"hard": 0.1, "kl": 0.9}, torch.tensor([0, 2])
+        >>> found = partita.linear_distillation_loss(
+        ...     hidden, matrix, *teacher, target, weights=weights
+        ... )
+        >>> found.loss, found.kl, found.teacher_argmax
+        (tensor(0.2208, grad_fn=<...>), tensor(0.1233), tensor([0, 0]))
+    """
+    head = cast_and_check(input, linear_weight, linear_bias)
+    of_teacher = (teacher_input, teacher_weight, teacher_bias)
+    teacher = checked_teacher(head, *of_teacher, same_classes=teacher_classes is None)
+    if teacher_classes is not None:
+        sizes = len(linear_weight), len(teacher_weight)
+        check_mapped_classes(teacher_classes, input, "input", *sizes)
+    objective, options = checked_objective(
+        weights,
+        input,
+        "input",
+        target,
+        mask,
+        ignore_index,
+        reduction,
+        beta,
+        temperature,
+        scale_by_temperature_squared,
+        softcap,
+    )
+    check_budget(memory_budget)
+    head, of_all = head.of_call(logits_dtype), None
+    teacher = Head(*teacher[:3], *head[3:])
+    if teacher_classes is not None:
+        of_all = _statistics_of_teacher(teacher, options, memory_budget)
+        ids, penalty = mapped_classes(teacher_classes, len(teacher.weight), teacher.weight.dtype)
+        bias = penalty if teacher.bias is None else teacher.bias[ids] + penalty
+        teacher = Head(teacher.input, teacher.weight[ids], bias, *teacher[3:])
+    labels = target if options.hard else None
+    call = (head, teacher, labels, objective, options, memory_budget)
+    return objective.result(*_loss_of_heads(*call), of_all, options)
+
+
+def _loss_of_heads(
+    head: Head,
+    teacher: Head,
+    target: Tensor | None,
+    objective: Objective,
+    options: TermOptions,
+    memory_budget: int | None,
+) -> tuple[Tensor, DivergenceRows]:
+    """Return the loss of two heads, and the results of their rows, fields `[...]`.
+
+    Unless the reduction is `none`, these are for numbers that have no gradient.
+    """
+    plain, reduction = objective.soft_rows if target is None else target, objective.reduction
+    if takes_all_logits([head, teacher], plain, memory_budget):
+        rows = composed_rows(head, teacher, target, options)
+        return objective.loss(rows.terms), rows
+    shape, head, teacher = head.input.shape[:-1], head.flat.aligned, teacher.flat.aligned
+    wanted, backend = head.wanted, current_backend()
+    if target is not None:
+        labels = in_blocks(target.reshape(-1).long(), head.invariant, options.ignore_index)
+        target = labels.contiguous()
+    if head.invariant and objective.soft_rows is None:  # The padding does not count.
+        counts = head.input.new_ones(shape.numel(), dtype=torch.bool)
+        objective = Objective(objective.hard_rows, counts, *objective[2:])
+    of_rows = objective.map_rows(lambda rows: in_blocks(rows.reshape(-1), head.invariant, 0))
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     one_pass = any(wanted) and has_one_pass and reduction != "none"
     (tokens, hidden), dtype = head.input.shape, head.input.dtype
@@ -197,18 +346,32 @@ def linear_divergence(
         one_pass = decide(plan.chunk == 0, otherwise=False)
         one_pass = one_pass and decide(plan.tokens < tokens, otherwise=False)
         plan = plan if one_pass else divergence_plan(*sizes, *grads, False, *rest, head.rounds)
-    backend = current_backend()
     if one_pass:
-        like = head.input.new_empty(tokens, dtype=acc_dtype(dtype))
-        tensors = (*head[:3], *teacher[:3], row_factors(mask, like, reduction), mask)
-        options = (*head[3:], reduction, *numbers, *plan[:3], *wanted, backend)
-        result: Tensor = apply(OnePass, ONE_PASS, *tensors, options)
-        return result
-    save_logits = plain_eager() and plan.saved > 0
-    chunk = plan.chunk if any(wanted) else len(head.weight)
-    call = (*head, *teacher[:3], *numbers, plan.tokens, save_logits, backend, chunk)
-    loss = reduced(apply(LinearDivergence, *call)[0], mask, reduction)
-    return without_padding(loss, shape, head.invariant) if reduction == "none" else loss
+        tensors = (*head[:3], *teacher[:3], target, *of_rows.tensors)
+        numbers = (*head[3:], *of_rows.numbers, *options, *plan[:3], *wanted, backend)
+        loss, *fields = apply(OnePassRows, ONE_PASS, *tensors, numbers)
+    else:
+        save_logits = plain_eager() and plan.saved > 0
+        chunk = plan.chunk if any(wanted) else len(head.weight)
+        numbers = (*options, plan.tokens, save_logits, backend, chunk)
+        fields = apply(LinearDivergence, *head, *teacher[:3], target, *numbers)[:7]
+        loss = of_rows.loss(fields[0])
+        if reduction == "none":
+            loss = without_padding(loss, shape, head.invariant)
+    return loss, DivergenceRows(*(without_padding(x, shape, head.invariant) for x in fields))
+
+
+def _statistics_of_teacher(
+    teacher: Head, options: TermOptions, memory_budget: int | None
+) -> RowStatistics:
+    """Return statistics of the rows of a teacher over all of its classes, fields `[...]`."""
+    shape, teacher = teacher.input.shape[:-1], teacher.flat.aligned
+    chunk = teacher.plan(memory_budget, False).chunk
+    call = (*teacher, None, None, *options[7:], False, True, chunk, False, current_backend())
+    fields = rows_op(*call)[:-1]
+    return RowStatistics(
+        *(x if x is None else without_padding(x, shape, teacher.invariant) for x in fields)
+    )
 
 
 def checked_teacher(

@@ -68,14 +68,15 @@ def merged_rows(gathered: Tensor, beta: float, temperature: float) -> Divergence
     kl = total / sums[0] / temperature + (sums[1] / sums[0]).log()
     pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
     student, teacher = pairs if beta else pairs[::-1]
-    fields = (kl, kl.clone() if beta else torch.zeros_like(kl), *student, *teacher)
-    return DivergenceRows(*(field.to(gathered.dtype) for field in fields))
+    fields = (field.to(gathered.dtype) for field in (*student, *teacher))
+    means, no_class = gathered.new_empty(len(kl), 0), gathered.new_empty(0)
+    return DivergenceRows(kl.to(gathered.dtype).unsqueeze(-1), *fields, means, no_class)
 
 
 class ParallelDivergence(torch.autograd.Function):
-    """The `DivergenceRows` of rows `[M, C_local]`, from the classes of all ranks.
+    """The `DivergenceRows` but `argmax` of rows `[M, C_local]`, from the classes of all ranks.
 
-    The loss is differentiable in this rank's logits of the student.
+    The divergence is differentiable in this rank's logits of the student.
     """
 
     @staticmethod
@@ -90,18 +91,18 @@ class ParallelDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         numbers = (beta, temperature, softcap)
         state = divergence_state_op(logits, teacher_logits, *numbers, backend)
-        rows = merged_rows(gather_ranks(state, shard), beta, temperature)
+        terms, *sums, means, _ = merged_rows(gather_ranks(state, shard), beta, temperature)
         if 0 < beta < 1:
-            terms = divergence_mixture_op(logits, teacher_logits, *rows[2:], *numbers, backend)
-            loss, student = sum_in_rank_order(gather_ranks(terms, shard)).unbind(0)
-            rows = rows._replace(loss=loss.clone(), student=student.clone())
-        return rows
+            found = divergence_mixture_op(logits, teacher_logits, *sums, *numbers, backend)
+            both = sum_in_rank_order(gather_ranks(found, shard)).unsqueeze(-1)
+            terms, means = both[0].clone(), both[1].clone()
+        return terms, *sums, means
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, teacher_logits, *ctx.numbers, _, ctx.backend = inputs
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(logits, teacher_logits, *output[1:])
+        ctx.save_for_backward(logits, teacher_logits, *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -258,8 +259,8 @@ def _divergences(
     """Return the divergence of each row of logits `[M, C_local]`."""
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     pair = in_common_precision(logits, teacher_logits), teacher_logits.detach()
-    result: Tensor = ParallelDivergence.apply(*pair, *numbers, shard, current_backend())[0]
-    return result
+    terms: Tensor = ParallelDivergence.apply(*pair, *numbers, shard, current_backend())[0]
+    return terms.squeeze(-1)
 
 
 def linear_divergence(

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from ...ops.linear_heads.api import linear_cross_entropy, linear_token_stats
-from ...ops.linear_heads.distillation import linear_distillation_loss
-from ...ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
+from ...ops.linear_heads.divergence import (
+    linear_distillation_loss,
+    linear_divergence,
+    linear_topk_divergence,
+)
 from ...ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from ...ops.linear_heads.support import linear_support_stats
 from ...ops.linear_heads.truncated import linear_truncated_stats

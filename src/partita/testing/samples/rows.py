@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.cross_entropy.api import cross_entropy, token_stats
-from ...ops.distillation.api import distillation_loss
-from ...ops.divergence.api import divergence, topk_divergence
+from ...ops.divergence.api import distillation_loss, divergence, topk_divergence
 from ...ops.logprobs.api import logprobs, topk_logprobs
 from ...ops.logprobs.common import TopK
 from ...ops.softmax.api import log_softmax, logsumexp, softmax

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....primitives.gpu.row_plan import (
     LaneTile,
+    StridedRows,
     lane_tile,
     matrix_rows,
     segments_of,
@@ -28,6 +29,11 @@ from ..common import (
     DivergenceKernels,
     DivergenceRows,
     DivergenceState,
+    TermOptions,
+    columns,
+    divergence_options,
+    empty_rows,
+    empty_state,
 )
 from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
@@ -42,6 +48,7 @@ from .plan import (
 from .rows import (
     PairStatistics,
     RowSplit,
+    Scan,
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
     divergence_mixture_kernel,
@@ -60,50 +67,71 @@ def _options(tile: LaneTile, softcap: float) -> dict[str, Any]:
     return {"HAS_SOFTCAP": softcap != 0, "TILE": tile, "num_warps": tile.num_warps}
 
 
-def _kind(beta: float) -> int:
-    """Return which divergence a kernel computes; see `REVERSE` and `MIXTURE` in rows.py."""
-    return 0 if beta == 0 else 1 if beta == 1 else 2
+def _columns(rows: DivergenceRows, options: TermOptions) -> dict[str, Any]:
+    """Return the columns of the terms and means, and how many there are."""
+    return {
+        "terms": columns(rows.terms, options.terms),
+        "means": columns(rows.means, options.means),
+        "NUM_TERMS": rows.terms.shape[1],
+        "NUM_MEANS": rows.means.shape[1],
+    }
+
+
+def _scan_tile(
+    x: StridedRows, t: StridedRows, classes: int, block: int, options: TermOptions
+) -> LaneTile:
+    """Return the tile of a scan of both rows.
+
+    Where the compiler loads the vectors, their addresses take the registers of half of a block,
+    which the sums of several terms need.
+    """
+    tile = lane_tile(classes, block, 4, x, t)
+    if tile.access or sum(options.terms) == 1:
+        return tile
+    return lane_tile(classes, block // 2, 4, x, t)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
-def new_state(like: Tensor) -> DivergenceState:
-    """Return memory for the state of the rows, which the first classes write without reading."""
-    fields = [like.new_empty(len(like), dtype=acc_dtype(like.dtype)) for _ in range(7)]
-    return DivergenceState(DivergenceRows(*fields[:6]), fields[6])
+def _labels(target: Tensor | None) -> Tensor | None:
+    return None if target is None else target.reshape(-1).long().contiguous()
 
 
 def accumulate(
     logits: Tensor,
     teacher_logits: Tensor,
+    target: Tensor | None,
     state: DivergenceState,
     first: int,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    classes: int,
+    options: TermOptions,
 ) -> None:
     """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
     rows, x, t = state.rows, matrix_rows(logits), matrix_rows(teacher_logits)
-    tile, classes = lane_tile(logits.shape[1], BLOCK, 4, x, t), logits.shape[1]
-    segments = segments_of(tile, x, len(logits), classes, 5)
+    tile, width = _scan_tile(x, t, logits.shape[1], BLOCK, options), logits.shape[1]
+    scan = Scan(options.kl, options.reverse_kl, options.means.plain, options.best)
+    segments = segments_of(tile, x, len(logits), width, 4 + sum(scan))
     launch(
         divergence_accumulate_kernel,
         len(logits) * segments.programs,
         logits=x,
         teacher=t,
-        kl_ptr=rows.loss,
-        student_ptr=rows.student,
-        statistics=PairStatistics(*rows[2:]),
-        weighted_ptr=state.weighted,
+        target_ptr=target,
+        statistics=PairStatistics(*rows[1:5]),
+        sums=state.sums,
+        argmax_ptr=rows.argmax,
         segments=segments,
-        classes=classes,
-        num_seen=first,
-        temperature=temperature,
-        softcap=softcap,
-        KIND=0 if beta == 0 else 1,
-        **_options(tile, softcap),
+        classes=width,
+        first=first,
+        vocabulary=classes,
+        temperature=options.temperature,
+        softcap=options.softcap,
+        ignore_index=options.ignore_index,
+        SCAN=scan,
+        **_columns(rows, options),
+        **_options(tile, options.softcap),
     )
 
 
@@ -112,29 +140,26 @@ def accumulate_mixture(
     teacher_logits: Tensor,
     state: DivergenceState,
     first: int,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    options: TermOptions,
 ) -> None:
-    """Add these classes to the divergences from the mixture, of rows with known statistics."""
-    x, t = matrix_rows(logits), matrix_rows(teacher_logits)
-    tile, classes = lane_tile(logits.shape[1], MIXTURE_BLOCK, 4, x, t), logits.shape[1]
-    segments = segments_of(tile, x, len(logits), classes, 2)
+    """Add these classes to the terms and means that need the normalisers of both rows."""
+    rows, x, t = state.rows, matrix_rows(logits), matrix_rows(teacher_logits)
+    tile, width = _scan_tile(x, t, logits.shape[1], MIXTURE_BLOCK, options), logits.shape[1]
+    segments = segments_of(tile, x, len(logits), width, 4 if options.tv else 2)
     launch(
         divergence_mixture_kernel,
         len(logits) * segments.programs,
         logits=x,
         teacher=t,
-        loss_ptr=state.rows.loss,
-        student_ptr=state.rows.student,
-        statistics=PairStatistics(*state.rows[2:]),
+        statistics=PairStatistics(*rows[1:5]),
         segments=segments,
-        classes=classes,
-        num_seen=first,
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        **_options(tile, softcap),
+        classes=width,
+        first=first,
+        beta=options.beta,
+        temperature=options.temperature,
+        softcap=options.softcap,
+        **_columns(rows, options),
+        **_options(tile, options.softcap),
     )
 
 
@@ -142,72 +167,88 @@ def write_gradient(
     grad: Tensor,
     logits: Tensor,
     teacher_logits: Tensor,
+    target: Tensor | None,
     rows: DivergenceRows,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    first: int,
+    classes: int,
+    options: TermOptions,
     result: Tensor,
 ) -> None:
-    """Write the gradient of the student's logits, `[M, C]`; `result` may be the logits."""
-    block = GRADIENT_BLOCK // 2 if 0 < beta < 1 else GRADIENT_BLOCK
+    """Write the gradient of the classes from `first` on, `[M, C]`; `result` may be the logits."""
+    block = GRADIENT_BLOCK // 2 if options.is_mixed else GRADIENT_BLOCK
     tile = stored_tile(block, 4, logits, teacher_logits, result)
     launch(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], tile.block),
-        grad_ptr=grad,
+        grads=columns(grad, options.terms),
         logits=matrix_rows(logits),
         teacher=matrix_rows(teacher_logits),
-        student_ptr=rows.student,
-        statistics=PairStatistics(*rows[2:]),
+        target_ptr=target,
+        statistics=PairStatistics(*rows[1:5]),
         dlogits=matrix_rows(result),
         classes=logits.shape[1],
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        KIND=_kind(beta),
-        **_options(tile, softcap),
+        first=first,
+        vocabulary=classes,
+        beta=options.beta,
+        temperature=options.temperature,
+        softcap=options.softcap,
+        ignore_index=options.ignore_index,
+        **_columns(rows, options),
+        **_options(tile, options.softcap),
     )
 
 
-DIVERGENCE_KERNELS = DivergenceKernels(new_state, accumulate, accumulate_mixture, write_gradient)
+DIVERGENCE_KERNELS = DivergenceKernels(accumulate, accumulate_mixture, write_gradient)
 
 
 def divergence(
-    logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
+    logits: Tensor, teacher_logits: Tensor, target: Tensor | None, options: TermOptions
 ) -> DivergenceRows:
-    """Compute the divergence of each row, with a second read for a beta between 0 and 1."""
-    x, t = _rows(logits), _rows(teacher_logits)
-    dtype, rows = acc_dtype(logits.dtype), logits.shape[:-1]
-    fields = DivergenceRows(*(logits.new_empty(rows, dtype=dtype) for _ in range(6)))
-    state = DivergenceState(fields, logits.new_empty(rows, dtype=dtype))
-    numbers = (beta, temperature, softcap)
-    accumulate(x, t, state, 0, *numbers)
-    if 0 < beta < 1:
-        accumulate_mixture(x, t, state, 0, *numbers)
-    return fields
+    """Compute the terms of each row, with a second read for those of a mixture."""
+    x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
+    found = empty_rows(logits, options)
+    terms, *statistics, means, best = found
+    flat = DivergenceRows(
+        _rows(terms), *(each.view(-1) for each in statistics), _rows(means), best.view(-1)
+    )
+    state = empty_state(flat, options)
+    accumulate(x, t, labels, state, 0, x.shape[1], options)
+    if options.is_mixed:
+        accumulate_mixture(x, t, state, 0, options)
+    return found
 
 
 def divergence_backward(
     grad: Tensor,
     logits: Tensor,
     teacher_logits: Tensor,
-    student: Tensor,
+    target: Tensor | None,
+    terms: Tensor,
     maximum: Tensor,
     sumexp: Tensor,
     teacher_maximum: Tensor,
     teacher_sumexp: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    means: Tensor,
+    options: TermOptions,
 ) -> Tensor:
     """Compute the gradient of the student's logits from the statistics of the rows."""
-    x, t = _rows(logits), _rows(teacher_logits)
-    statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-    rows = DivergenceRows(grad, *(row.contiguous() for row in statistics))
+    x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
+    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
+    of_rows = (row.reshape(-1).contiguous() for row in statistics)
+    packed = (_rows(each).contiguous() for each in (terms, means))
+    rows = DivergenceRows(next(packed), *of_rows, next(packed), maximum)
     dlogits = x.new_empty(x.shape)
-    numbers = (beta, temperature, softcap)
-    write_gradient(grad.contiguous(), x, t, rows, *numbers, dlogits)
+    sizes = (0, x.shape[1], options, dlogits)
+    write_gradient(_rows(grad).contiguous(), x, t, labels, rows, *sizes)
     return laid_out_like(dlogits.view(logits.shape), logits)
+
+
+def divergence_local_gradient(
+    grad: Tensor, logits: Tensor, teacher_logits: Tensor, *args: Any
+) -> Tensor:
+    """Compute the gradient of some classes' logits from the statistics of all classes."""
+    options = divergence_options(*args[-3:])
+    return divergence_backward(grad, logits, teacher_logits, None, *args[:-3], options)
 
 
 def divergence_one_pass(
@@ -224,18 +265,20 @@ def divergence_one_pass(
     dlogits, target = x.new_empty(x.shape), target_of(x.device)
     if row_factor is not None:
         row_factor = row_factor.contiguous()
+    term = divergence_options(beta, temperature, softcap)
     plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, beta)
     if plan is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
         plan = one_pass_plan(x.shape[1], x.element_size(), target)
     if plan is None:
-        fields = divergence(logits, teacher_logits, beta, temperature, softcap)
-        loss = fields.loss
+        fields = divergence(logits, teacher_logits, None, term)
+        loss = fields.terms.squeeze(-1)
         if row_factor is None:
             row_factor = torch.full_like(loss, factor)
         else:
             loss = torch.where(row_factor == 0, 0, loss)
-        numbers = (beta, temperature, softcap)
-        write_gradient(row_factor, x, t, fields, *numbers, dlogits)
+        flat = DivergenceRows(_rows(fields.terms), *fields[1:5], _rows(fields.means), loss)
+        grad, sizes = row_factor.view(-1, 1), (0, x.shape[1], term, dlogits)
+        write_gradient(grad, x, t, None, flat, *sizes)
         return loss, laid_out_like(dlogits.view(logits.shape), logits)
     kernel: Any = divergence_mixture_row_kernel
     block_splits = next_power_of_2(plan.splits)
@@ -253,7 +296,8 @@ def divergence_one_pass(
         kernel, sizes = divergence_row_kernel, (plan.block, plan.num_warps)
         options = {
             "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
-            "KIND": _kind(beta),
+            "KIND": 0 if term.kl else 1 if term.reverse_kl else 2,  # see `FORWARD` in rows.py
+            "SCAN": Scan(term.kl, term.reverse_kl, plain=False, best=False),
             "FAST": target.runs_ptx and x.element_size() == 2,
             "TILE": lane_tile(x.shape[1], *sizes, matrix_rows(x), matrix_rows(t)),
             "STORED": stored_tile(*sizes, x, t, dlogits),
@@ -293,6 +337,3 @@ def _mixture_plan(x: Tensor, t: Tensor, beta: float) -> MixturePlan | None:
     if x.shape[1] % (ROW_BYTES // x.element_size()):
         return None
     return mixture_plan(x.shape[1])
-
-
-divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks

@@ -10,7 +10,7 @@ from helpers.rows import devices, devices_and_dtypes
 from torch import Tensor
 
 import partita
-from partita.ops.distillation.common import Terms
+from partita.ops.divergence.common import Terms
 from partita.testing import sample_rows
 
 pytestmark = pytest.mark.interpreted
