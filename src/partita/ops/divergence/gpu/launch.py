@@ -46,6 +46,7 @@ from .plan import (
     one_pass_plan,
 )
 from .rows import (
+    PairShare,
     PairStatistics,
     RowSplit,
     Scan,
@@ -112,7 +113,7 @@ def accumulate(
     rows, x, t = state.rows, matrix_rows(logits), matrix_rows(teacher_logits)
     tile, width = _scan_tile(x, t, logits.shape[1], BLOCK, options), logits.shape[1]
     scan = Scan(options.kl, options.reverse_kl, options.means.plain, options.best)
-    segments = segments_of(tile, x, len(logits), width, 4 + sum(scan))
+    segments = segments_of(tile, x, len(logits), width, len(PairShare._fields))
     launch(
         divergence_accumulate_kernel,
         len(logits) * segments.programs,
@@ -277,8 +278,8 @@ def divergence_one_pass(
         else:
             loss = torch.where(row_factor == 0, 0, loss)
         flat = DivergenceRows(_rows(fields.terms), *fields[1:5], _rows(fields.means), loss)
-        grad, sizes = row_factor.view(-1, 1), (0, x.shape[1], term, dlogits)
-        write_gradient(grad, x, t, None, flat, *sizes)
+        grad, width = row_factor.view(-1, 1), x.shape[1]
+        write_gradient(grad, x, t, None, flat, 0, width, term, dlogits)
         return loss, laid_out_like(dlogits.view(logits.shape), logits)
     kernel: Any = divergence_mixture_row_kernel
     block_splits = next_power_of_2(plan.splits)

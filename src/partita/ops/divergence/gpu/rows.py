@@ -329,34 +329,6 @@ def merged_shares(shares, part, SCAN: tl.constexpr):
 
 
 @triton.jit
-def kept_fields(share, SCAN: tl.constexpr):
-    """Return the fields of a share that a scan computes."""
-    kept = (share.maximum, share.total, share.t_maximum, share.t_total)
-    if SCAN.forward:
-        kept = kept + (share.forward,)
-    if SCAN.reverse:
-        kept = kept + (share.reverse,)
-    if SCAN.plain:
-        kept = kept + (share.plain,)
-    if SCAN.best:
-        kept = kept + (share.best,)
-    return kept
-
-
-@triton.jit
-def share_of_fields(kept, empty, SCAN: tl.constexpr):
-    """Return the share with these `kept_fields`, and otherwise those of no classes."""
-    PLAIN: tl.constexpr = 4 + SCAN.forward + SCAN.reverse
-    return PairShare(
-        *(kept[0], kept[1], kept[2], kept[3]),
-        kept[4] if SCAN.forward else empty.forward,
-        kept[4 + SCAN.forward] if SCAN.reverse else empty.reverse,
-        kept[PLAIN] if SCAN.plain else empty.plain,
-        kept[PLAIN + SCAN.plain] if SCAN.best else empty.best,
-    )
-
-
-@triton.jit
 def divergence_of_share(share, KIND: tl.constexpr):
     """Return the KL of a row from its statistics, in fp64."""
     total, t_total = share.total.to(tl.float64), share.t_total.to(tl.float64)
@@ -543,7 +515,7 @@ def divergence_accumulate_kernel(
     if not TILE.has_segments:
         share = scan_part(part, True, SCAN, TILE, tl.float64)
     else:
-        KEPT: tl.constexpr = (True, True, True, True, True, True, True, True)
+        KEPT: tl.constexpr = (True, True, True, True, SCAN[0], SCAN[1], SCAN[2], SCAN[3])
         share = no_share(TILE, ACC_DTYPE, tl.float64)
         first_segment = split.to(classes.dtype) * segments.share
         for s in range(first_segment, tl.minimum(first_segment + segments.share, segments.number)):
@@ -555,15 +527,14 @@ def divergence_accumulate_kernel(
             if segments.slots is None:
                 share = joined_shares(share, found, part, SCAN)
             else:
-                store_segment(kept_fields(found, SCAN), segments, row, s, KEPT)
+                store_segment(found, segments, row, s, KEPT)
         if segments.slots is not None:
             stores = is_last_program(segments, row)
             empty = no_share(TILE, ACC_DTYPE, ACC_DTYPE)
             for s in range(0, tl.where(stores, segments.number, 0), LOADED_SEGMENTS):
                 for i in tl.static_range(LOADED_SEGMENTS):
-                    kept = load_segment(kept_fields(empty, SCAN), segments, row, s + i, KEPT)
-                    found = share_of_fields(kept, empty, SCAN)
-                    share = joined_shares(share, found, part, SCAN)
+                    found = load_segment(empty, segments, row, s + i, KEPT)
+                    share = joined_shares(share, PairShare(*found), part, SCAN)
     share = merged_shares(share, part, SCAN)
     seen, at, at_mean = first > 0, row * NUM_TERMS, row * NUM_MEANS
     if SCAN.best:
@@ -710,6 +681,15 @@ def add_gradient(total, grad, on_row, exists):
     return grad if total is None else total + grad
 
 
+@triton.jit
+def add_term(total, grad_ptr, mean, x, t, part, share, exists, KIND: tl.constexpr):
+    """Add the gradient of a term that is not `hard`; see `gradient_of_block` for its mean."""
+    on_row = tl.load(grad_ptr).to(part.log2_scale.dtype)
+    on_logits = on_row * part.log2_scale * LN2
+    grad = gradient_of_block(x, t, on_logits, part, share, mean, KIND, False)
+    return add_gradient(total, grad, on_row, exists)
+
+
 @triton.jit(do_not_specialize=["first", "vocabulary", "ignore_index"])
 def divergence_gradient_kernel(
     grads,  # Terms: [M] each, NUM_TERMS apart, or None
@@ -743,30 +723,18 @@ def divergence_gradient_kernel(
     v, x, t = load_both(part, start, False, NOTHING, "", TILE.block, TILE)
     share, grad, exists = load_share(statistics, row), None, v < classes
     if grads.reverse_kl is not None:  # what the scan has found, from the KL
-        kl = tl.load(terms.reverse_kl + at)
-        mean = kl - (log_exact(share.t_total) - log_exact(share.total))
-        statistics_of_pair = (share.maximum, share.total, share.t_maximum, share.t_total)
-        reverse = mean * LOG2E * share.total
-        of_pair = PairShare(*statistics_of_pair, 0.0, reverse, 0.0, 0)  # type: ignore[call-arg]
-        on_row = tl.load(grads.reverse_kl + at).to(ACC_DTYPE)
-        on_logits = on_row * part.log2_scale * LN2
-        term = gradient_of_block(x, t, on_logits, part, of_pair, 0.0, REVERSE, False)
-        grad = add_gradient(grad, term, on_row, exists)
+        mean = tl.load(terms.reverse_kl + at) - (log_exact(share.t_total) - log_exact(share.total))
+        totals = (share.maximum, share.total, share.t_maximum, share.t_total)
+        share = PairShare(*totals, 0.0, mean * LOG2E * share.total, 0.0, 0)
+        grad = add_term(grad, grads.reverse_kl + at, 0.0, x, t, part, share, exists, REVERSE)
     if grads.kl is not None:
-        on_row = tl.load(grads.kl + at).to(ACC_DTYPE)
-        on_logits = on_row * part.log2_scale * LN2
-        term = gradient_of_block(x, t, on_logits, part, share, 0.0, FORWARD, False)
-        grad = add_gradient(grad, term, on_row, exists)
+        grad = add_term(grad, grads.kl + at, 0.0, x, t, part, share, exists, FORWARD)
     if grads.jsd is not None:
-        on_row, student = tl.load(grads.jsd + at).to(ACC_DTYPE), tl.load(means.student + at_mean)
-        on_logits = on_row * part.log2_scale * LN2
-        term = gradient_of_block(x, t, on_logits, part, share, student * LOG2E, MIXTURE, False)
-        grad = add_gradient(grad, term, on_row, exists)
+        mean = tl.load(means.student + at_mean) * LOG2E
+        grad = add_term(grad, grads.jsd + at, mean, x, t, part, share, exists, MIXTURE)
     if grads.tv is not None:
-        on_row, sign = tl.load(grads.tv + at).to(ACC_DTYPE), tl.load(means.sign + at_mean)
-        on_logits = on_row * part.log2_scale * LN2
-        term = gradient_of_block(x, t, on_logits, part, share, sign, VARIATION, False)
-        grad = add_gradient(grad, term, on_row, exists)
+        mean = tl.load(means.sign + at_mean)
+        grad = add_term(grad, grads.tv + at, mean, x, t, part, share, exists, VARIATION)
     if grads.hard is not None:
         label, valid, invalid = label_of(target_ptr, row, vocabulary, ignore_index)
         on_row = tl.where(valid, tl.load(grads.hard + at).to(ACC_DTYPE), 0.0)
