@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ divergence_local_gradient_op = define_op(
 
 
 def _gradient(*args: Any) -> Tensor:
-    return reference.divergence_gradient(*args[:10], TermOptions(*args[10:]))
+    gradient: Callable[..., Tensor] = reference.divergence_gradient
+    return gradient(*args[:10], TermOptions(*args[10:]))
 
 
 _divergence = DifferentiableOp(
@@ -165,7 +167,7 @@ def divergence_of_rows(
 ) -> Tensor:
     """Return the divergence of each row of checked inputs, `[...]`."""
     options = divergence_options(beta, temperature, softcap)
-    return terms_of_rows(logits, teacher_logits, None, options).terms.squeeze(-1)
+    return terms_of_rows(logits, teacher_logits, None, options).terms
 
 
 def loss_of_logits(
@@ -181,13 +183,14 @@ def loss_of_logits(
     if teacher_classes is not None:
         whole = teacher_logits.detach().to(acc_dtype(logits.dtype))
         numbers = (*options[7:], current_backend())
-        of_all = TokenStatsRows(*token_stats_op(whole, None, *numbers))
+        found = TokenStatsRows(*token_stats_op(whole, None, *numbers))
+        of_all = (found.maximum, found.sumexp, found.argmax)
         ids, penalty = mapped_classes(
             teacher_classes, teacher_logits.shape[-1], teacher_logits.dtype
         )
         teacher_logits = teacher_logits.index_select(-1, ids) + penalty
     rows = terms_of_rows(logits, teacher_logits, target, options)
-    return objective.result(objective.loss(rows.terms), rows, of_all, options)
+    return objective.result(objective.loss(rows.terms), rows, of_all, options.temperature)
 
 
 def divergence_of_classes(

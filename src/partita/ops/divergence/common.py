@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,21 +117,39 @@ def divergence_options(beta: float, temperature: float, softcap: float) -> TermO
 Named = TypeVar("Named", Terms, Means)
 
 
-def columns(packed: Tensor, needed: Named) -> Named:
-    """Return the columns of `[..., N]`, one for each field that is needed and None for others."""
-    of = iter(packed.unbind(-1))
+def packed(fields: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return fields `[...]` as one tensor `[..., N]`, or a single one as it is."""
+    if len(fields) == 1:
+        return fields[0]
+    return torch.stack([*fields], -1) if fields else like.new_empty(*like.shape, 0)
+
+
+def unpacked(tensor: Tensor, needed: Sequence[bool]) -> Sequence[Tensor]:
+    """Return the fields of a tensor that `packed` has made of those that are needed."""
+    return (tensor,) if sum(needed) == 1 else tensor.unbind(-1)
+
+
+def columns(tensor: Tensor, needed: Named) -> Named:
+    """Return the fields of a packed tensor, None for those that are not needed."""
+    of = iter(unpacked(tensor, needed))
     return type(needed)(*(next(of) if is_needed else None for is_needed in needed))
+
+
+def counts(packed_grad: Tensor) -> Tensor:
+    """Return which rows have a gradient in a term, `[M]`, from that of all terms."""
+    is_used = packed_grad != 0
+    return is_used if is_used.ndim == 1 else is_used.any(1)
 
 
 class DivergenceRows(NamedTuple):
     """The terms of each row, fp32 (fp64 for fp64), and what their gradient needs.
 
     Fields:
-        terms: the terms that are computed, in nats, `[..., N]`.
+        terms: the `packed` terms that are computed, in nats, `[..., N]`, or `[...]` for one.
         maximum, sumexp: maximum of the student's soft-capped logits, and the sum of
             exp((logits - maximum) / temperature), `[...]`.
         teacher_maximum, teacher_sumexp: the same of the teacher, `[...]`.
-        means: the `Means` that are needed, `[..., K]`.
+        means: the `packed` `Means` that are needed, `[..., K]`, or `[...]` for one.
         argmax: the lowest class with the teacher's maximum, `[...]` int64, or `[..., 0]`.
     """
 
@@ -163,12 +181,11 @@ class DivergenceState(NamedTuple):
 def empty_rows(logits: Tensor, options: TermOptions) -> DivergenceRows:
     """Return memory for the results of rows of logits, `[..., C]`."""
     shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
-    return DivergenceRows(
-        logits.new_empty(*shape, sum(options.terms), dtype=dtype),
-        *(logits.new_empty(shape, dtype=dtype) for _ in range(4)),
-        logits.new_empty(*shape, sum(options.means), dtype=dtype),
-        logits.new_empty(shape if options.best else (*shape, 0), dtype=torch.int64),
-    )
+    sizes = (sum(options.terms), sum(options.means))
+    terms, means = (logits.new_empty(shape if n == 1 else (*shape, n), dtype=dtype) for n in sizes)
+    statistics = (logits.new_empty(shape, dtype=dtype) for _ in range(4))
+    best = logits.new_empty(shape if options.best else (*shape, 0), dtype=torch.int64)
+    return DivergenceRows._make((terms, *statistics, means, best))
 
 
 def empty_state(rows: DivergenceRows, options: TermOptions) -> DivergenceState:
@@ -193,12 +210,7 @@ class DivergenceKernels(NamedTuple):
     gradient: Callable[..., None]
 
     def divergence_state(
-        self,
-        logits: Tensor,
-        teacher_logits: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        self, logits: Tensor, teacher_logits: Tensor, options: TermOptions
     ) -> Tensor:
         """Return what ranks exchange of some classes of both rows, `[M, C]` each.
 
@@ -208,7 +220,6 @@ class DivergenceKernels(NamedTuple):
             result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
             result[:3:2] = -torch.inf
             return result
-        options = divergence_options(beta, temperature, softcap)
         rows, sums = state = empty_state(empty_rows(logits, options), options)
         self.accumulate(logits, teacher_logits, None, state, 0, logits.shape[1], options)
         weighted = [each for each in sums if each is not None] or [torch.zeros_like(rows.sumexp)]
@@ -222,9 +233,7 @@ class DivergenceKernels(NamedTuple):
         sumexp: Tensor,
         teacher_maximum: Tensor,
         teacher_sumexp: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        options: TermOptions,
     ) -> Tensor:
         """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
 
@@ -233,10 +242,9 @@ class DivergenceKernels(NamedTuple):
         result = maximum.new_zeros(2, len(logits))
         statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
         if logits.shape[1]:
-            options = divergence_options(beta, temperature, softcap)
-            statistics = tuple(each.contiguous() for each in statistics)
-            loss, student = result.unsqueeze(-1)
-            rows = DivergenceRows(loss, *statistics, student, loss)
+            loss, student = result
+            sums = (each.contiguous() for each in statistics)
+            rows = DivergenceRows._make((loss, *sums, student, loss))
             state = DivergenceState(rows, Sums(None, None, None))
             self.accumulate_mixture(logits, teacher_logits, state, 0, options)
         return result

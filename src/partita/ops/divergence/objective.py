@@ -15,8 +15,10 @@ from .common import (
     TermOptions,
     Terms,
     check_options,
+    packed,
     reduced,
     row_factors,
+    unpacked,
 )
 
 
@@ -77,7 +79,7 @@ class Objective(NamedTuple):
         """Return the objective of these `tensors` and `numbers`."""
         pairs = zip(tensors[2:], numbers[:5], strict=True)
         weights = (number if tensor is None else tensor for tensor, number in pairs)
-        return cls(*tensors[:2], Terms(*weights), *numbers[5:])
+        return cls._make((*tensors[:2], Terms(*weights), *numbers[5:]))
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -109,7 +111,7 @@ class Objective(NamedTuple):
         ]
 
     def factors(self, like: Tensor) -> Tensor:
-        """Return the derivative of the loss in each term of each row, `[..., N]`.
+        """Return the derivative of the loss in each term of each row, packed.
 
         `like` is a tensor `[...]` in the dtype of the terms.
         """
@@ -119,12 +121,13 @@ class Objective(NamedTuple):
             if isinstance(weight, Tensor) or weight * scale != 1.0:
                 factor = torch.where(factor == 0, 0, factor * weight * scale).to(like.dtype)
             found.append(factor)
-        return torch.stack(found, -1) if len(found) > 1 else found[0].unsqueeze(-1)
+        return packed(found, like)
 
     def loss(self, terms: Tensor) -> Tensor:
-        """Return the loss from the terms of rows, `[..., N]`."""
-        found = []
-        for values, (_, weight, rows, scale) in zip(terms.unbind(-1), self._parts(), strict=True):
+        """Return the loss from the packed terms of rows."""
+        found, parts = [], self._parts()
+        of_terms = unpacked(terms, [True] * len(parts))
+        for values, (_, weight, rows, scale) in zip(of_terms, parts, strict=True):
             if isinstance(weight, Tensor) or weight * scale != 1.0:
                 values = values * (weight * scale)
             found.append(reduced(values, rows, self.reduction))
@@ -132,22 +135,29 @@ class Objective(NamedTuple):
 
     def reported(self, terms: Tensor) -> Terms:
         """Return each term that has a weight as the result has it, from the terms of rows."""
-        found = dict.fromkeys(Terms._fields)
+        found, parts = dict.fromkeys(Terms._fields), self._parts()
         terms = terms if self.reduction == "none" else terms.detach()
-        for values, (name, _, rows, scale) in zip(terms.unbind(-1), self._parts(), strict=True):
+        of_terms = unpacked(terms, [True] * len(parts))
+        for values, (name, _, rows, scale) in zip(of_terms, parts, strict=True):
             found[name] = reduced(values * scale, rows, self.reduction)
         return Terms(**found)
 
     def result(
-        self, loss: Tensor, rows: DivergenceRows, teacher: Any | None, options: TermOptions
+        self,
+        loss: Tensor,
+        rows: DivergenceRows,
+        teacher: tuple[Tensor, Tensor, Tensor] | None,
+        temperature: float,
     ) -> Distillation:
-        """Return the result, given rows `[...]`, and statistics of all of the teacher's classes."""
+        """Return the result from rows `[...]`.
+
+        A teacher has the maximum, the sum and the arg-max of all of its classes, `[...]` each.
+        """
         mass, argmax = None, rows.argmax
         if teacher is not None:
-            highest, argmax = rows.teacher_maximum, teacher.argmax
-            below = torch.where(highest == teacher.maximum, 0, highest - teacher.maximum)
-            mass = rows.teacher_sumexp / teacher.sumexp * (below / options.temperature).exp()
-            mass = mass.detach()
+            highest, (maximum, sumexp, argmax) = rows.teacher_maximum, teacher
+            below = torch.where(highest == maximum, 0, highest - maximum)
+            mass = rows.teacher_sumexp / sumexp * (below / temperature).exp()
         return Distillation(loss, *self.reported(rows.terms), mass, argmax)
 
 
@@ -202,8 +212,8 @@ def checked_objective(
     scale = numbers[1] ** 2 if scale_by_temperature_squared else 1.0
     soft_rows = counts if mask is None else mask != 0
     objective = Objective(counts, soft_rows, Terms(*of_terms), scale, reduction)
-    named = (term in weights for term in Terms._fields)
-    return objective, TermOptions(*named, True, *numbers, ignore_index)
+    named = [term in weights for term in Terms._fields]
+    return objective, TermOptions._make((*named, True, *numbers, ignore_index))
 
 
 def check_mapped_classes(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,7 +44,10 @@ from .common import (
     TermOptions,
     Terms,
     columns,
+    counts,
     divergence_options,
+    packed,
+    unpacked,
 )
 
 
@@ -72,12 +74,6 @@ def log_ratio(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
     logp = torch.where(is_zero, 0, logp)
     other = teacher_logp if beta == 1 else log_mixture(logp, teacher_logp, beta)
     return torch.where(is_zero, 0, logp - other)
-
-
-def packed(fields: Iterable[Tensor | None], like: Tensor) -> Tensor:
-    """Return the fields that are not None as `[..., N]`."""
-    found = [field for field in fields if field is not None]
-    return torch.stack(found, -1) if found else like.new_empty(*like.shape, 0)
 
 
 def label_loss(
@@ -136,12 +132,12 @@ def divergence(
     if options.best:
         best = softcapped(teacher_logits.to(dtype), options.softcap).max(-1)[1]
     return DivergenceRows(
-        terms=packed((found[name] for name in terms), maximum),
+        terms=packed([found[name] for name in terms if found[name] is not None], maximum),
         maximum=maximum,
         sumexp=sumexp,
         teacher_maximum=teacher_maximum,
         teacher_sumexp=teacher_sumexp,
-        means=packed((found[name] for name in means), maximum),
+        means=packed([found[name] for name in means if found[name] is not None], maximum),
         argmax=best,
     )
 
@@ -161,16 +157,29 @@ def variation(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of_terms(
-    on: Terms, logp: Tensor, teacher_logp: Tensor, means: Terms, options: TermOptions
-) -> list[Tensor]:
-    """Return the gradient of each soft term in the student's logits over the temperature.
+    grad: Tensor,
+    logits: Tensor,
+    pair: tuple[Tensor, Tensor],
+    plain: Tensor | None,
+    means: Terms,
+    target: Tensor | None,
+    first: int,
+    classes: int,
+    options: TermOptions,
+) -> Tensor:
+    """Return the gradient of the logits of the classes from `first` on, of `classes` in all.
 
     Args:
-        on: the gradient of each term, `[...]`.
-        logp, teacher_logp: log-probabilities of some classes, `[..., C]`.
+        grad: that of the packed terms.
+        logits: the student's, `[..., C]`.
+        pair: log-probabilities of student and teacher, `[..., C]`.
+        plain: the student's probabilities at temperature 1, for `hard`.
         means: the mean that is subtracted in each term, `[...]`, or None for that of these classes.
+        target: the labels, for `hard`.
     """
-    p, q, found = logp.exp(), teacher_logp.exp(), []
+    (logp, teacher_logp), found = pair, []
+    grad, p, q = grad.to(logp.dtype), logp.exp(), teacher_logp.exp()
+    on = columns(grad / options.temperature, options.terms)
     if options.kl:
         found.append(weighed(on.kl, p - q))
     for on_row, mean, beta in (
@@ -179,34 +188,30 @@ def gradient_of_terms(
     ):
         if on_row is not None:
             ratio = log_ratio(logp, teacher_logp, beta)
+            own = mean is None
             mean = expected(p, ratio) if mean is None else mean
             # A class of probability 0 has no gradient, even where the ratio is infinite.
-            terms = p * torch.where(p == 0, 0, ratio - mean.unsqueeze(-1))
-            found.append(weighed(on_row, terms if beta == 1 else terms * (1 - beta)))
+            of_class = torch.where(p == 0, 0, ratio - mean.unsqueeze(-1))
+            scale = 1.0 if beta == 1 else 1 - beta
+            found.append(weighed(on_row, p * of_class * scale if own else scale * p * of_class))
     if options.tv:
         mean = variation(p, q)[1] if means.tv is None else means.tv
         found.append(weighed(on.tv, 0.5 * p * ((p - q).sign() - mean.unsqueeze(-1))))
-    return found
+    if target is not None and plain is not None:
+        _, valid, invalid = valid_targets(target, classes, options.ignore_index)
+        column = torch.arange(first, first + p.shape[-1], device=p.device)
+        is_label = (column == target.long().unsqueeze(-1)).to(p.dtype)
+        on_row = torch.where(valid, unpacked(grad, options.terms)[0], 0)
+        on_row = on_row * torch.where(invalid, torch.nan, 1.0).to(p.dtype)
+        found.append(weighed(on_row, plain - is_label))
+    result = functools.reduce(torch.add, found)
+    return result * softcap_slope(logits, options.softcap) if options.softcap else result
 
 
 def weighed(on_row: Tensor, values: Tensor) -> Tensor:
     """Return the product, 0 for the factor 0 of values that are not finite."""
     on_row = on_row.unsqueeze(-1)
     return on_row * torch.where((on_row == 0) & ~values.isfinite(), 0, values)
-
-
-def label_gradient(
-    on_row: Tensor, plain: Tensor, target: Tensor, first: int, classes: int, ignored: int
-) -> Tensor:
-    """Return the gradient of `hard` in the logits from `first` on, of `classes` in all.
-
-    `plain` are their probabilities at temperature 1, `[..., C]`.
-    """
-    _, valid, invalid = valid_targets(target, classes, ignored)
-    column = torch.arange(first, first + plain.shape[-1], device=plain.device)
-    is_label = column == target.long().unsqueeze(-1)
-    on_row = torch.where(valid, on_row, 0) * torch.where(invalid, torch.nan, 1.0).to(plain.dtype)
-    return weighed(on_row, plain - is_label.to(plain.dtype))
 
 
 def divergence_gradient(
@@ -227,24 +232,17 @@ def divergence_gradient(
     The terms and statistics only say which rows are not finite.
     """
     statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    known = (*terms.unbind(-1), *statistics, *means.unbind(-1))
-    on = columns(grad, options.terms)
-    soft = [each for each in on[1:] if each is not None]
-    logits = without_inert_rows(logits, known, grad.unbind(-1))
+    of_rows = (*unpacked(terms, options.terms), *unpacked(means, options.means))
+    known, grads = (*of_rows, *statistics), unpacked(grad, options.terms)
+    soft = grads[options.hard :] or grads
+    logits = without_inert_rows(logits, known, grads)
     teacher_logits = without_inert_rows(teacher_logits, known, soft)
     x, _ = scaled_rows(logits, options.temperature, options.softcap)
     t, _ = scaled_rows(teacher_logits.to(x.dtype), options.temperature, options.softcap)
-    on = Terms(*(None if each is None else each.to(x.dtype) for each in on))
-    scaled = Terms(*(None if each is None else each / options.temperature for each in on))
-    unknown = Terms(None, None, None, None, None)
-    found = gradient_of_terms(scaled, x.log_softmax(-1), t.log_softmax(-1), unknown, options)
-    if target is not None and on.hard is not None:
-        plain = softcapped(logits, options.softcap).softmax(-1)
-        found.append(label_gradient(on.hard, plain, target, 0, x.shape[-1], options.ignore_index))
-    result = functools.reduce(torch.add, found)
-    if options.softcap:
-        result = result * softcap_slope(logits, options.softcap)
-    return result.to(logits.dtype)
+    pair, unknown = (x.log_softmax(-1), t.log_softmax(-1)), Terms(None, None, None, None, None)
+    plain = softcapped(logits, options.softcap).softmax(-1) if options.hard else None
+    place = (target, 0, logits.shape[-1], options)
+    return gradient_of_terms(grad, logits, pair, plain, unknown, *place).to(logits.dtype)
 
 
 def divergence_one_pass(
@@ -263,12 +261,11 @@ def divergence_one_pass(
     """
     options = divergence_options(beta, temperature, softcap)
     rows = divergence(logits, teacher_logits, None, options)
-    loss = rows.terms.squeeze(-1)
     if row_factor is None:
-        row_factor = torch.full_like(loss, factor)
-    pair = (row_factor.unsqueeze(-1), logits, teacher_logits, None)
+        row_factor = torch.full_like(rows.terms, factor)
+    pair = (row_factor, logits, teacher_logits, None)
     dlogits = divergence_gradient(*pair, *rows[:6], options)
-    return torch.where(row_factor == 0, 0, loss), laid_out_like(dlogits, logits)
+    return torch.where(row_factor == 0, 0, rows.terms), laid_out_like(dlogits, logits)
 
 
 def accumulate(
@@ -409,22 +406,20 @@ def write_gradient(
         _, maximum, sumexp, teacher_maximum, teacher_sumexp, *_ = of_rows
         logp = _logp(logits[part], maximum, sumexp, options)
         teacher_logp = _logp(teacher_logits[part], teacher_maximum, teacher_sumexp, options)
-        on_rows = grad[part].to(logp.dtype)
-        on = columns(on_rows / options.temperature, options.terms)
         terms, means = columns(of_rows.terms, options.terms), columns(of_rows.means, options.means)
-        known = Terms(None, None, terms.reverse_kl, means.student, means.sign)
-        found = gradient_of_terms(on, logp, teacher_logp, known, options)
-        if options.hard and target is not None:
+        known, labels, plain = (
+            Terms(None, None, terms.reverse_kl, means.student, means.sign),
+            None if target is None else target[part],
+            None,
+        )
+        if options.hard:
             x = softcapped(logits[part].to(logp.dtype), options.softcap)
-            plain = sumexp if means.plain is None else means.plain
-            p = (x - finite_shift(maximum)[:, None]).exp() / plain[:, None]
-            of_label = (target[part], first, classes, options.ignore_index)
-            found.append(label_gradient(on_rows[:, 0], p, *of_label))
-        dlogits = functools.reduce(torch.add, found)
-        if options.softcap:
-            dlogits = dlogits * softcap_slope(logits[part], options.softcap)
-        is_inert = (on_rows == 0).all(-1, keepdim=True)
-        result[part] = torch.where(is_inert, 0, dlogits).to(result.dtype)
+            plain = (x - finite_shift(maximum)[:, None]).exp()
+            plain = plain / (sumexp if means.plain is None else means.plain)[:, None]
+        rest = ((logp, teacher_logp), plain, known, labels, first, classes, options)
+        dlogits = gradient_of_terms(grad[part], logits[part], *rest)
+        has_gradient = counts(grad[part]).unsqueeze(-1)
+        result[part] = torch.where(has_gradient, dlogits, 0).to(result.dtype)
 
 
 DIVERGENCE_KERNELS = DivergenceKernels(accumulate, accumulate_mixture, write_gradient)
@@ -434,20 +429,18 @@ def divergence_local_gradient(
     grad: Tensor,
     logits: Tensor,
     teacher_logits: Tensor,
+    target: Tensor | None,
     terms: Tensor,
     maximum: Tensor,
     sumexp: Tensor,
     teacher_maximum: Tensor,
     teacher_sumexp: Tensor,
     means: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    options: TermOptions,
 ) -> Tensor:
     """Compute the gradient of some classes' logits from the statistics of all classes."""
-    result, options = torch.empty_like(logits), divergence_options(beta, temperature, softcap)
-    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    rows = DivergenceRows(terms, *statistics, means, terms)
+    result, statistics = torch.empty_like(logits), (maximum, sumexp, teacher_maximum)
+    rows = DivergenceRows(terms, *statistics, teacher_sumexp, means, terms)
     sizes = (0, logits.shape[1], options, result)
-    write_gradient(grad, logits, teacher_logits, None, rows, *sizes)
+    write_gradient(grad, logits, teacher_logits, target, rows, *sizes)
     return result

@@ -23,6 +23,7 @@ from ..divergence.common import (
     DivergenceRows,
     DivergenceState,
     TermOptions,
+    counts,
     empty_rows,
     empty_state,
 )
@@ -615,7 +616,7 @@ class HeadKernels(NamedTuple):
         chunk: int,
         wanted: Wanted,
     ) -> HeadGradients:
-        """Compute the `HeadGradients` from the gradient of the terms, `[M, N]`.
+        """Compute the `HeadGradients` from the gradient of the packed terms of rows.
 
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
@@ -629,7 +630,7 @@ class HeadKernels(NamedTuple):
             place = (part.start, len(head.weight), options, result)
             self.divergence.gradient(grad[rows], *logits, *of_rows, *place)
 
-        rest = (lambda rows: (grad[rows] != 0).any(1), write_gradient, *sizes)
+        rest = (lambda rows: counts(grad[rows]), write_gradient, *sizes)
         return head_gradients(heads, wanted, *rest, (saved, teacher_saved))
 
     def linear_divergence_one_pass(
@@ -649,7 +650,7 @@ class HeadKernels(NamedTuple):
         """Return the `DivergenceRows`, and the `HeadGradients` of the sum of terms times factors.
 
         Args:
-            factors: the factors of each row, `[M, N]`.
+            factors: the factors of each row, packed as the terms.
             tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix
                 products: its logits under both heads, and two from the gradient.
             The others: as in `linear_divergence_backward`.
@@ -679,7 +680,7 @@ class HeadKernels(NamedTuple):
             gradients = head_gradients(
                 heads,
                 wanted,
-                lambda rows: (factors[rows] != 0).any(1),
+                lambda rows: counts(factors[rows]),
                 write_gradient,
                 tokens_at_once(head, tokens),
                 len(head.weight),

@@ -304,7 +304,7 @@ def linear_distillation_loss(
         teacher = Head(teacher.input, teacher.weight[ids], bias, *teacher[3:])
     labels = target if options.hard else None
     call = (head, teacher, labels, objective, options, memory_budget)
-    return objective.result(*_loss_of_heads(*call), of_all, options)
+    return objective.result(*_loss_of_heads(*call), of_all, options.temperature)
 
 
 def _loss_of_heads(
@@ -363,15 +363,17 @@ def _loss_of_heads(
 
 def _statistics_of_teacher(
     teacher: Head, options: TermOptions, memory_budget: int | None
-) -> RowStatistics:
-    """Return statistics of the rows of a teacher over all of its classes, fields `[...]`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return maximum, sum and arg-max of the rows of a teacher over all of its classes."""
     shape, teacher = teacher.input.shape[:-1], teacher.flat.aligned
     chunk = teacher.plan(memory_budget, False).chunk
     call = (*teacher, None, None, *options[7:], False, True, chunk, False, current_backend())
-    fields = rows_op(*call)[:-1]
-    return RowStatistics(
-        *(x if x is None else without_padding(x, shape, teacher.invariant) for x in fields)
+    found = RowStatistics(*rows_op(*call)[:-1])
+    maximum, sumexp, argmax = (
+        without_padding(each, shape, teacher.invariant)
+        for each in (found.maximum, found.sumexp, found.argmax)
     )
+    return maximum, sumexp, argmax
 
 
 def checked_teacher(

@@ -22,7 +22,12 @@ from ..divergence.autograd import (
     divergence_mixture_op,
     divergence_state_op,
 )
-from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
+from ..divergence.common import (
+    check_options,
+    divergence_options,
+    in_common_precision,
+    reduced,
+)
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
 from ..logprobs.common import check_ids
@@ -50,8 +55,8 @@ __all__ = ["divergence", "linear_divergence", "linear_logprobs", "logprobs"]
 NO_LABEL = -1
 
 
-def merged_rows(gathered: Tensor, beta: float, temperature: float) -> DivergenceRows:
-    """Return the divergences of rows from the packed states of all ranks, `[ranks, 5, M]`."""
+def merged_rows(gathered: Tensor, beta: float, temperature: float) -> tuple[Tensor, ...]:
+    """Return the `DivergenceRows` but `argmax` from the states of all ranks, `[ranks, 5, M]`."""
     maximum, sumexp, teacher_maximum, teacher_sumexp, weighted = gathered.double().unbind(1)
     first, second = (maximum, sumexp), (teacher_maximum, teacher_sumexp)
     if beta == 0:
@@ -68,9 +73,8 @@ def merged_rows(gathered: Tensor, beta: float, temperature: float) -> Divergence
     kl = total / sums[0] / temperature + (sums[1] / sums[0]).log()
     pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
     student, teacher = pairs if beta else pairs[::-1]
-    fields = (field.to(gathered.dtype) for field in (*student, *teacher))
-    means, no_class = gathered.new_empty(len(kl), 0), gathered.new_empty(0)
-    return DivergenceRows(kl.to(gathered.dtype).unsqueeze(-1), *fields, means, no_class)
+    fields = (field.to(gathered.dtype) for field in (kl, *student, *teacher))
+    return *fields, gathered.new_empty(len(kl), 0)
 
 
 class ParallelDivergence(torch.autograd.Function):
@@ -89,12 +93,12 @@ class ParallelDivergence(torch.autograd.Function):
         shard: VocabShard,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        numbers = (beta, temperature, softcap)
-        state = divergence_state_op(logits, teacher_logits, *numbers, backend)
-        terms, *sums, means, _ = merged_rows(gather_ranks(state, shard), beta, temperature)
+        options = (*divergence_options(beta, temperature, softcap), backend)
+        state = divergence_state_op(logits, teacher_logits, *options)
+        terms, *sums, means = merged_rows(gather_ranks(state, shard), beta, temperature)
         if 0 < beta < 1:
-            found = divergence_mixture_op(logits, teacher_logits, *sums, *numbers, backend)
-            both = sum_in_rank_order(gather_ranks(found, shard)).unsqueeze(-1)
+            found = divergence_mixture_op(logits, teacher_logits, *sums, *options)
+            both = sum_in_rank_order(gather_ranks(found, shard))
             terms, means = both[0].clone(), both[1].clone()
         return terms, *sums, means
 
@@ -107,10 +111,12 @@ class ParallelDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        tensors = (grads[0], *ctx.saved_tensors)
-        if not tensors[1].shape[1]:
-            return torch.empty_like(tensors[1]), None, None, None, None, None, None
-        dlogits = divergence_local_gradient_op(*tensors, *ctx.numbers, ctx.backend)
+        logits, teacher_logits, *rows = ctx.saved_tensors
+        if not logits.shape[1]:
+            return torch.empty_like(logits), None, None, None, None, None, None
+        options = (*divergence_options(*ctx.numbers), ctx.backend)
+        pair = (logits, teacher_logits, None)
+        dlogits = divergence_local_gradient_op(grads[0], *pair, *rows, *options)
         return dlogits, None, None, None, None, None, None
 
 
@@ -259,8 +265,8 @@ def _divergences(
     """Return the divergence of each row of logits `[M, C_local]`."""
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     pair = in_common_precision(logits, teacher_logits), teacher_logits.detach()
-    terms: Tensor = ParallelDivergence.apply(*pair, *numbers, shard, current_backend())[0]
-    return terms.squeeze(-1)
+    result: Tensor = ParallelDivergence.apply(*pair, *numbers, shard, current_backend())[0]
+    return result
 
 
 def linear_divergence(

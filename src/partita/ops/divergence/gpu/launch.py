@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ BLOCK = 2048
 MIXTURE_BLOCK = 1024
 GRADIENT_BLOCK = 4096
 ROW_BYTES = 16  # what one thread loads of a row at once
+# Launches know such an option by its identity.
+SCANS = {flags: Scan(*flags) for flags in itertools.product((False, True), repeat=4)}
 
 
 def _options(tile: LaneTile, softcap: float) -> dict[str, Any]:
@@ -73,8 +76,8 @@ def _columns(rows: DivergenceRows, options: TermOptions) -> dict[str, Any]:
     return {
         "terms": columns(rows.terms, options.terms),
         "means": columns(rows.means, options.means),
-        "NUM_TERMS": rows.terms.shape[1],
-        "NUM_MEANS": rows.means.shape[1],
+        "NUM_TERMS": sum(options.terms),
+        "NUM_MEANS": sum(options.means),
     }
 
 
@@ -93,7 +96,17 @@ def _scan_tile(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _flat(field: Tensor, logits: Tensor) -> Tensor:
+    """Return a field of rows of logits, `[..., C]`, as contiguous `[M]` or `[M, N]`."""
+    shape, more = logits.shape[:-1], field.shape[logits.ndim - 1 :]
+    return field.reshape(shape.numel(), *more).contiguous()
+
+
+def _flat_rows(rows: DivergenceRows, logits: Tensor) -> DivergenceRows:
+    return DivergenceRows(*(_flat(field, logits) for field in rows))
 
 
 def _labels(target: Tensor | None) -> Tensor | None:
@@ -112,7 +125,6 @@ def accumulate(
     """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
     rows, x, t = state.rows, matrix_rows(logits), matrix_rows(teacher_logits)
     tile, width = _scan_tile(x, t, logits.shape[1], BLOCK, options), logits.shape[1]
-    scan = Scan(options.kl, options.reverse_kl, options.means.plain, options.best)
     segments = segments_of(tile, x, len(logits), width, len(PairShare._fields))
     launch(
         divergence_accumulate_kernel,
@@ -130,7 +142,7 @@ def accumulate(
         temperature=options.temperature,
         softcap=options.softcap,
         ignore_index=options.ignore_index,
-        SCAN=scan,
+        SCAN=SCANS[options.kl, options.reverse_kl, options.means.plain, options.best],
         **_columns(rows, options),
         **_options(tile, options.softcap),
     )
@@ -208,10 +220,7 @@ def divergence(
     """Compute the terms of each row, with a second read for those of a mixture."""
     x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
     found = empty_rows(logits, options)
-    terms, *statistics, means, best = found
-    flat = DivergenceRows(
-        _rows(terms), *(each.view(-1) for each in statistics), _rows(means), best.view(-1)
-    )
+    flat = _flat_rows(found, logits)
     state = empty_state(flat, options)
     accumulate(x, t, labels, state, 0, x.shape[1], options)
     if options.is_mixed:
@@ -235,21 +244,14 @@ def divergence_backward(
     """Compute the gradient of the student's logits from the statistics of the rows."""
     x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
     statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    of_rows = (row.reshape(-1).contiguous() for row in statistics)
-    packed = (_rows(each).contiguous() for each in (terms, means))
-    rows = DivergenceRows(next(packed), *of_rows, next(packed), maximum)
+    rows = DivergenceRows(terms, *statistics, means, maximum)
     dlogits = x.new_empty(x.shape)
-    sizes = (0, x.shape[1], options, dlogits)
-    write_gradient(_rows(grad).contiguous(), x, t, labels, rows, *sizes)
+    place = (0, x.shape[1], options, dlogits)
+    write_gradient(_flat(grad, logits), x, t, labels, _flat_rows(rows, logits), *place)
     return laid_out_like(dlogits.view(logits.shape), logits)
 
 
-def divergence_local_gradient(
-    grad: Tensor, logits: Tensor, teacher_logits: Tensor, *args: Any
-) -> Tensor:
-    """Compute the gradient of some classes' logits from the statistics of all classes."""
-    options = divergence_options(*args[-3:])
-    return divergence_backward(grad, logits, teacher_logits, None, *args[:-3], options)
+divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks
 
 
 def divergence_one_pass(
@@ -272,14 +274,13 @@ def divergence_one_pass(
         plan = one_pass_plan(x.shape[1], x.element_size(), target)
     if plan is None:
         fields = divergence(logits, teacher_logits, None, term)
-        loss = fields.terms.squeeze(-1)
+        loss = fields.terms
         if row_factor is None:
             row_factor = torch.full_like(loss, factor)
         else:
             loss = torch.where(row_factor == 0, 0, loss)
-        flat = DivergenceRows(_rows(fields.terms), *fields[1:5], _rows(fields.means), loss)
-        grad, width = row_factor.view(-1, 1), x.shape[1]
-        write_gradient(grad, x, t, None, flat, 0, width, term, dlogits)
+        flat, width = _flat_rows(fields, logits), x.shape[1]
+        write_gradient(_flat(row_factor, logits), x, t, None, flat, 0, width, term, dlogits)
         return loss, laid_out_like(dlogits.view(logits.shape), logits)
     kernel: Any = divergence_mixture_row_kernel
     block_splits = next_power_of_2(plan.splits)
@@ -298,7 +299,7 @@ def divergence_one_pass(
         options = {
             "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
             "KIND": 0 if term.kl else 1 if term.reverse_kl else 2,  # see `FORWARD` in rows.py
-            "SCAN": Scan(term.kl, term.reverse_kl, plain=False, best=False),
+            "SCAN": SCANS[term.kl, term.reverse_kl, False, False],
             "FAST": target.runs_ptx and x.element_size() == 2,
             "TILE": lane_tile(x.shape[1], *sizes, matrix_rows(x), matrix_rows(t)),
             "STORED": stored_tile(*sizes, x, t, dlogits),

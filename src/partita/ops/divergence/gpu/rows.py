@@ -748,4 +748,5 @@ def divergence_gradient_kernel(
         grad = add_gradient(grad, term, on_row, exists)
     ptrs = dlogits.ptr + aligned_start(row * dlogits.row, TILE.vector) + v
     is_stored = v // TILE.vector * TILE.vector < classes
-    tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=is_stored)
+    grad = grad.to(dlogits.ptr.dtype.element_ty)  # type: ignore[union-attr]
+    tl.store(ptrs, grad, mask=is_stored)
