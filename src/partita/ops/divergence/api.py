@@ -8,12 +8,13 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.sizes import same_sizes
+from ..cross_entropy.api import token_stats
 from ..cross_entropy.common import check_logits
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import TopK
-from .autograd import divergence_of_classes, loss_of_logits, reduced_divergence
+from .autograd import divergence_of_classes, reduced_divergence, terms_of_rows
 from .common import IGNORED, check_options, check_teacher, ids_of_rows, in_common_precision
-from .objective import Distillation, check_mapped_classes, checked_objective
+from .objective import Distillation, checked_objective, mapped_classes
 
 
 def divergence(
@@ -143,29 +144,26 @@ def distillation_loss(
     check_logits(logits)
     checks.floating("teacher_logits", teacher_logits)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
-    classes = logits.shape[-1]
+    mapped = None
     if teacher_classes is not None:
-        sizes = classes, teacher_logits.shape[-1]
+        sizes = logits.shape[-1], teacher_logits.shape[-1]
         shape = (*logits.shape[:-1], sizes[1])
         checks.shape("teacher_logits", teacher_logits, shape, "logits.shape[:-1] and its classes")
-        check_mapped_classes(teacher_classes, logits, "logits", *sizes)
+        mapped = mapped_classes(teacher_classes, logits, "logits", *sizes)
     else:
         advice = "; teacher_classes says which classes the student has"
         _check_same_shape(teacher_logits, logits, advice)
-    objective, options = checked_objective(
-        weights,
-        logits,
-        "logits",
-        target,
-        mask,
-        ignore_index,
-        reduction,
-        beta,
-        temperature,
-        scale_by_temperature_squared,
-        softcap,
-    )
-    return loss_of_logits(logits, teacher_logits, target, teacher_classes, objective, options)
+    numbers = (ignore_index, beta, temperature, scale_by_temperature_squared, softcap)
+    of_rows = (logits, "logits", target, mask, reduction)
+    objective, options = checked_objective(weights, *of_rows, *numbers)
+    logits, of_all = in_common_precision(logits, teacher_logits), None
+    teacher_logits = teacher_logits.detach()
+    if mapped is not None:
+        of_all = token_stats(teacher_logits, temperature=temperature, softcap=softcap)
+        ids, penalty = mapped
+        teacher_logits = teacher_logits.index_select(-1, ids) + penalty.to(teacher_logits.dtype)
+    rows = terms_of_rows(logits, teacher_logits, target, options)
+    return objective.result(objective.loss(rows.terms), rows, of_all, options.temperature)
 
 
 def _check_same_shape(teacher_logits: Tensor, logits: Tensor, advice: str) -> None:

@@ -14,8 +14,7 @@ from ...runtime import checks, register
 from ...runtime.autograd import DifferentiableOp, all_at_once, apply, plain_eager
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import OnePass, OnePassLoss, token_stats_op
-from ..cross_entropy.common import TokenStatsRows
+from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..logprobs.common import TopK
 from ..softmax.autograd import logsumexp
 from . import reference
@@ -24,11 +23,9 @@ from .common import (
     TermOptions,
     divergence_options,
     empty_rows,
-    in_common_precision,
     reduced,
     row_factors,
 )
-from .objective import Distillation, Objective, mapped_classes
 
 # Rounding errors of log-probabilities that the sum of their exponentials may have.
 ROUNDING_ERRORS = 8
@@ -86,14 +83,14 @@ divergence_local_gradient_op = define_op(
 
 def _gradient(*args: Any) -> Tensor:
     gradient: Callable[..., Tensor] = reference.divergence_gradient
-    return gradient(*args[:10], TermOptions(*args[10:]))
+    return gradient(*args[:4], DivergenceRows(*args[4:11]), TermOptions(*args[11:]))
 
 
 _divergence = DifferentiableOp(
     divergence_op,
     divergence_backward_op,
     _gradient,
-    lambda args, output: ((*args[:3], *output[:6]), args[3:-1]),
+    lambda args, output: ((*args[:3], *output), args[3:-1]),
 )
 
 
@@ -168,29 +165,6 @@ def divergence_of_rows(
     """Return the divergence of each row of checked inputs, `[...]`."""
     options = divergence_options(beta, temperature, softcap)
     return terms_of_rows(logits, teacher_logits, None, options).terms
-
-
-def loss_of_logits(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    target: Tensor | None,
-    teacher_classes: Tensor | None,
-    objective: Objective,
-    options: TermOptions,
-) -> Distillation:
-    """Return the result of `distillation_loss` for checked inputs."""
-    logits, of_all = in_common_precision(logits, teacher_logits), None
-    if teacher_classes is not None:
-        whole = teacher_logits.detach().to(acc_dtype(logits.dtype))
-        numbers = (*options[7:], current_backend())
-        found = TokenStatsRows(*token_stats_op(whole, None, *numbers))
-        of_all = (found.maximum, found.sumexp, found.argmax)
-        ids, penalty = mapped_classes(
-            teacher_classes, teacher_logits.shape[-1], teacher_logits.dtype
-        )
-        teacher_logits = teacher_logits.index_select(-1, ids) + penalty
-    rows = terms_of_rows(logits, teacher_logits, target, options)
-    return objective.result(objective.loss(rows.terms), rows, of_all, options.temperature)
 
 
 def divergence_of_classes(

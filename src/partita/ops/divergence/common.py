@@ -35,6 +35,9 @@ class Terms(NamedTuple):
     tv: Any
 
 
+NO_TERMS = Terms(None, None, None, None, None)
+
+
 class Means(NamedTuple):
     """Something for each number of a row that gradients need in addition to terms and sums.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import finite_shift
 from ...runtime import checks
+from ..cross_entropy.api import TokenStats
 from .common import (
+    NO_TERMS,
     DivergenceRows,
     TermOptions,
     Terms,
@@ -56,109 +59,73 @@ class Objective(NamedTuple):
     Fields:
         hard_rows: which rows have a `hard` term, `[...]`, or None for all.
         soft_rows: which rows have the other terms, `[...]`, or None for all.
-        weights: the weight of each term, a number or a tensor `[...]` or `[]`; None for terms that
-            the loss does not have.
-        scale: what the other terms are multiplied by.
+        tensors: the weights that are tensors `[...]` or `[]`, otherwise None.
+        numbers: the weights that are numbers, otherwise None.
+        scale: what the terms but `hard` are multiplied by.
         reduction: `none`, `mean` or `sum`.
     """
 
     hard_rows: Tensor | None
     soft_rows: Tensor | None
-    weights: Terms
+    tensors: Terms
+    numbers: Terms
     scale: float
     reduction: str
 
     @classmethod
     def of_divergence(cls, options: TermOptions, mask: Tensor | None, reduction: str) -> Objective:
         """Return the objective of a single divergence."""
-        weights = (1.0 if named else None for named in options.terms)
-        return cls(None, mask, Terms(*weights), 1.0, reduction)
+        numbers = (1.0 if named else None for named in options.terms)
+        return cls(None, mask, NO_TERMS, Terms(*numbers), 1.0, reduction)
 
-    @classmethod
-    def from_parts(cls, tensors: Any, numbers: Any) -> Objective:
-        """Return the objective of these `tensors` and `numbers`."""
-        pairs = zip(tensors[2:], numbers[:5], strict=True)
-        weights = (number if tensor is None else tensor for tensor, number in pairs)
-        return cls._make((*tensors[:2], Terms(*weights), *numbers[5:]))
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the seven tensors, None for weights that are none."""
-        of_weights = (each if isinstance(each, Tensor) else None for each in self.weights)
-        return self.hard_rows, self.soft_rows, *of_weights
-
-    @property
-    def numbers(self) -> tuple[Any, ...]:
-        """Return what else an objective has, None for weights that are tensors."""
-        of_weights = (None if isinstance(each, Tensor) else each for each in self.weights)
-        return *of_weights, self.scale, self.reduction
-
-    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Objective:
-        """Return the objective with a function of each tensor that has rows."""
-        tensors = (
-            function(each) if each is not None and each.ndim else each for each in self.tensors
-        )
-        return Objective.from_parts(tuple(tensors), self.numbers)
-
-    def _parts(self) -> list[tuple[str, Any, Tensor | None, float]]:
-        """Return name, weight, rows and scale of each term that has a weight."""
+    def _parts(self) -> list[tuple[str, Tensor | None, float, Any]]:
+        """Return name, rows, scale and weight of each term that has a weight."""
+        weights = zip(Terms._fields, self.tensors, self.numbers, strict=True)
+        of_hard, of_others = (self.hard_rows, 1.0), (self.soft_rows, self.scale)
         return [
-            (name, weight, self.hard_rows, 1.0)
-            if name == "hard"
-            else (name, weight, self.soft_rows, self.scale)
-            for name, weight in self.weights._asdict().items()
-            if weight is not None
+            (name, *(of_hard if name == "hard" else of_others), number if x is None else x)
+            for name, x, number in weights
+            if x is not None or number is not None
         ]
 
     def factors(self, like: Tensor) -> Tensor:
-        """Return the derivative of the loss in each term of each row, packed.
-
-        `like` is a tensor `[...]` in the dtype of the terms.
-        """
+        """Return the derivative of the loss in each term of each row `[...]`, packed."""
         found = []
-        for _, weight, rows, scale in self._parts():
+        for _, rows, scale, weight in self._parts():
             factor = row_factors(rows, like, self.reduction)
             if isinstance(weight, Tensor) or weight * scale != 1.0:
                 factor = torch.where(factor == 0, 0, factor * weight * scale).to(like.dtype)
             found.append(factor)
         return packed(found, like)
 
+    def _reduced(self, terms: Tensor, weighted: bool) -> list[Tensor]:
+        """Return each of the packed terms, reduced, times its weight or not."""
+        parts, found = self._parts(), []
+        of_terms = unpacked(terms, [True] * len(parts))
+        for values, (_, rows, scale, weight) in zip(of_terms, parts, strict=True):
+            factor = weight * scale if weighted else scale
+            if isinstance(factor, Tensor) or factor != 1.0:
+                values = values * factor
+            found.append(reduced(values, rows, self.reduction))
+        return found
+
     def loss(self, terms: Tensor) -> Tensor:
         """Return the loss from the packed terms of rows."""
-        found, parts = [], self._parts()
-        of_terms = unpacked(terms, [True] * len(parts))
-        for values, (_, weight, rows, scale) in zip(of_terms, parts, strict=True):
-            if isinstance(weight, Tensor) or weight * scale != 1.0:
-                values = values * (weight * scale)
-            found.append(reduced(values, rows, self.reduction))
-        return functools.reduce(torch.add, found)
-
-    def reported(self, terms: Tensor) -> Terms:
-        """Return each term that has a weight as the result has it, from the terms of rows."""
-        found, parts = dict.fromkeys(Terms._fields), self._parts()
-        terms = terms if self.reduction == "none" else terms.detach()
-        of_terms = unpacked(terms, [True] * len(parts))
-        for values, (name, _, rows, scale) in zip(of_terms, parts, strict=True):
-            found[name] = reduced(values * scale, rows, self.reduction)
-        return Terms(**found)
+        return functools.reduce(torch.add, self._reduced(terms, weighted=True))
 
     def result(
-        self,
-        loss: Tensor,
-        rows: DivergenceRows,
-        teacher: tuple[Tensor, Tensor, Tensor] | None,
-        temperature: float,
+        self, loss: Tensor, rows: DivergenceRows, teacher: TokenStats | None, temperature: float
     ) -> Distillation:
-        """Return the result from rows `[...]`.
-
-        A teacher has the maximum, the sum and the arg-max of all of its classes, `[...]` each.
-        """
+        """Return the result from rows `[...]`, and statistics of all of the teacher's classes."""
+        terms = rows.terms if self.reduction == "none" else rows.terms.detach()
+        values = zip(self._parts(), self._reduced(terms, weighted=False), strict=True)
+        found: dict[str, Any] = {name: value for (name, *_), value in values}
         mass, argmax = None, rows.argmax
         if teacher is not None:
-            highest, (maximum, sumexp, argmax) = rows.teacher_maximum, teacher
-            below = torch.where(highest == maximum, 0, highest - maximum)
-            mass = rows.teacher_sumexp / sumexp * (below / temperature).exp()
-        return Distillation(loss, *self.reported(rows.terms), mass, argmax)
+            shift = finite_shift(rows.teacher_maximum) / temperature
+            logsumexp = shift + rows.teacher_sumexp.log()
+            mass, argmax = (logsumexp - teacher.logsumexp).exp().detach(), teacher.argmax
+        return Distillation._make((loss, *map(found.get, Terms._fields), mass, argmax))
 
 
 def checked_objective(
@@ -167,8 +134,8 @@ def checked_objective(
     name: str,
     target: Tensor | None,
     mask: Tensor | None,
-    ignore_index: int,
     reduction: str,
+    ignore_index: int,
     beta: float,
     temperature: float,
     scale_by_temperature_squared: bool,
@@ -205,32 +172,29 @@ def checked_objective(
             " 'kl' and 'reverse_kl' are the divergences at the ends"
         )
     counts = None if target is None else target != ignore_index
-    of_terms = (
-        weight.detach() if isinstance(weight, Tensor) else None if weight is None else float(weight)
-        for weight in map(weights.get, Terms._fields)
-    )
+    given = [weights.get(term) for term in Terms._fields]
+    tensors = (x.detach() if isinstance(x, Tensor) else None for x in given)
+    floats = (None if x is None or isinstance(x, Tensor) else float(x) for x in given)
     scale = numbers[1] ** 2 if scale_by_temperature_squared else 1.0
     soft_rows = counts if mask is None else mask != 0
-    objective = Objective(counts, soft_rows, Terms(*of_terms), scale, reduction)
+    of_terms = (Terms(*tensors), Terms(*floats))
+    objective = Objective(counts, soft_rows, *of_terms, scale, reduction)
     named = [term in weights for term in Terms._fields]
     return objective, TermOptions._make((*named, True, *numbers, ignore_index))
 
 
-def check_mapped_classes(
+def mapped_classes(
     classes: Tensor, rows: Tensor, name: str, student_classes: int, teacher_classes: int
-) -> None:
-    """Raise unless these are ids of the teacher's classes, one for each class of the student."""
+) -> tuple[Tensor, Tensor]:
+    """Return ids that are safe to read, and 0, or NaN where an id was no class, `[C]` each.
+
+    Raise unless these are ids of the teacher's classes, one for each class of the student.
+    """
     checks.integer("teacher_classes", classes)
     checks.device("teacher_classes", classes, rows, name)
     meaning = "the classes of the student"
     checks.shape("teacher_classes", classes, (student_classes,), meaning)
     checks.labels("teacher_classes", classes, teacher_classes, checks.NOTHING_IGNORED)
-
-
-def mapped_classes(
-    classes: Tensor, teacher_classes: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return ids that are safe to read, and 0, or NaN where the id was no class, `[C]` each."""
     ids = classes.long()
     safe = ids.clamp(0, teacher_classes - 1)
-    return safe, torch.where(ids == safe, 0.0, torch.nan).to(dtype)
+    return safe, torch.where(ids == safe, 0.0, torch.nan)

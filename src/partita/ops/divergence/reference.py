@@ -37,6 +37,7 @@ from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import valid_targets
 from ..cross_entropy.reference import scaled_rows
 from .common import (
+    NO_TERMS,
     DivergenceKernels,
     DivergenceRows,
     DivergenceState,
@@ -219,30 +220,24 @@ def divergence_gradient(
     logits: Tensor,
     teacher_logits: Tensor,
     target: Tensor | None,
-    terms: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    means: Tensor,
+    rows: DivergenceRows,
     options: TermOptions,
 ) -> Tensor:
     """Compute the gradient of the student's logits, differentiable in the first two arguments.
 
     The terms and statistics only say which rows are not finite.
     """
-    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    of_rows = (*unpacked(terms, options.terms), *unpacked(means, options.means))
-    known, grads = (*of_rows, *statistics), unpacked(grad, options.terms)
+    of_rows = (*unpacked(rows.terms, options.terms), *unpacked(rows.means, options.means))
+    known, grads = (*of_rows, *rows[1:5]), unpacked(grad, options.terms)
     soft = grads[options.hard :] or grads
     logits = without_inert_rows(logits, known, grads)
     teacher_logits = without_inert_rows(teacher_logits, known, soft)
     x, _ = scaled_rows(logits, options.temperature, options.softcap)
     t, _ = scaled_rows(teacher_logits.to(x.dtype), options.temperature, options.softcap)
-    pair, unknown = (x.log_softmax(-1), t.log_softmax(-1)), Terms(None, None, None, None, None)
+    pair = (x.log_softmax(-1), t.log_softmax(-1))
     plain = softcapped(logits, options.softcap).softmax(-1) if options.hard else None
     place = (target, 0, logits.shape[-1], options)
-    return gradient_of_terms(grad, logits, pair, plain, unknown, *place).to(logits.dtype)
+    return gradient_of_terms(grad, logits, pair, plain, NO_TERMS, *place).to(logits.dtype)
 
 
 def divergence_one_pass(
@@ -264,7 +259,7 @@ def divergence_one_pass(
     if row_factor is None:
         row_factor = torch.full_like(rows.terms, factor)
     pair = (row_factor, logits, teacher_logits, None)
-    dlogits = divergence_gradient(*pair, *rows[:6], options)
+    dlogits = divergence_gradient(*pair, rows, options)
     return torch.where(row_factor == 0, 0, rows.terms), laid_out_like(dlogits, logits)
 
 
@@ -430,17 +425,11 @@ def divergence_local_gradient(
     logits: Tensor,
     teacher_logits: Tensor,
     target: Tensor | None,
-    terms: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    means: Tensor,
+    rows: DivergenceRows,
     options: TermOptions,
 ) -> Tensor:
     """Compute the gradient of some classes' logits from the statistics of all classes."""
-    result, statistics = torch.empty_like(logits), (maximum, sumexp, teacher_maximum)
-    rows = DivergenceRows(terms, *statistics, teacher_sumexp, means, terms)
-    sizes = (0, logits.shape[1], options, result)
-    write_gradient(grad, logits, teacher_logits, target, rows, *sizes)
+    result = torch.empty_like(logits)
+    place = (0, logits.shape[1], options, result)
+    write_gradient(grad, logits, teacher_logits, target, rows, *place)
     return result

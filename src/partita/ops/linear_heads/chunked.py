@@ -604,12 +604,7 @@ class HeadKernels(NamedTuple):
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
         target: Tensor | None,
-        terms: Tensor,
-        maximum: Tensor,
-        sumexp: Tensor,
-        teacher_maximum: Tensor,
-        teacher_sumexp: Tensor,
-        means: Tensor,
+        rows: DivergenceRows,
         saved: Tensor,
         teacher_saved: Tensor,
         options: TermOptions,
@@ -621,8 +616,7 @@ class HeadKernels(NamedTuple):
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
         heads = head, Head(teacher_input, teacher_weight, teacher_bias, *head[3:])
-        fields = (terms, maximum, sumexp, teacher_maximum, teacher_sumexp, means, terms)
-        of_all = DivergenceRows(*(field.contiguous() for field in fields))
+        of_all = DivergenceRows(*(field.contiguous() for field in rows))
         grad, sizes = grad.contiguous(), (tokens_of_backward(head, saved), chunk)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, *logits: Tensor) -> None:
@@ -663,7 +657,7 @@ class HeadKernels(NamedTuple):
             factors = factors * scale
         if chunk:
             found, buffers = self.accumulate_all(heads, target, options, tokens, saved)
-            tensors = (*heads[1][:3], target, *found[:6], *buffers)
+            tensors = (*heads[1][:3], target, found, *buffers)
             gradients = self.linear_divergence_backward(
                 factors, head, *tensors, options, chunk, wanted
             )

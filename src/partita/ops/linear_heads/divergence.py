@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..divergence.common import (
     IGNORED,
     DivergenceRows,
     TermOptions,
+    Terms,
     check_options,
     check_teacher,
     divergence_options,
@@ -28,11 +29,11 @@ from ..divergence.common import (
 from ..divergence.objective import (
     Distillation,
     Objective,
-    check_mapped_classes,
     checked_objective,
     mapped_classes,
 )
 from ..logprobs.common import TopK
+from .api import linear_token_stats
 from .autograd import (
     define_op,
     head_backward,
@@ -40,9 +41,8 @@ from .autograd import (
     rows_linear,
     saved_logits_fake,
 )
-from .autograd import rows as rows_op
 from .chunked import empty_gradients
-from .common import Head, RowStatistics, checked_head
+from .common import Head, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .plan import check_budget, divergence_plan
@@ -97,7 +97,7 @@ class LinearDivergence(torch.autograd.Function):
         _, save_logits, ctx.backend, ctx.chunk = inputs[19:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*inputs[:3], *inputs[5:9], *output[:6], *output[7:])
+        ctx.save_for_backward(*inputs[:3], *inputs[5:9], *output)
         ctx.is_spent = not save_logits
 
     @staticmethod
@@ -109,11 +109,15 @@ class LinearDivergence(torch.autograd.Function):
         return head_backward(ctx, divergence_backward_op, grads[:1], composed, heads=2)
 
 
+def _objective_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Objective:
+    return Objective._make((*tensors[7:9], Terms(*tensors[9:]), *numbers[:3]))
+
+
 def _loss_and_gradients(*args: Any) -> tuple[Any, ...]:
     *tensors, (invariant, widens, *numbers) = args
-    objective, input = Objective.from_parts(tensors[7:], numbers[:7]), tensors[0]
+    input, objective = tensors[0], _objective_of(tensors, numbers)
     factors = objective.factors(input.new_empty(len(input), dtype=acc_dtype(input.dtype)))
-    rest = (*tensors[3:7], factors, *numbers[7:])
+    rest = (*tensors[3:7], factors, *numbers[3:])
     *rows, of_input, of_weight, of_bias = one_pass_op(*tensors[:3], invariant, widens, *rest)
     return (objective.loss(rows[0]), *rows), of_input, of_weight, of_bias
 
@@ -121,8 +125,8 @@ def _loss_and_gradients(*args: Any) -> tuple[Any, ...]:
 def _composed_loss(*args: Any) -> Tensor:
     *tensors, (_, widens, *numbers) = args
     head, teacher = (Head._make((*each, 0, widens)) for each in (tensors[:3], tensors[3:6]))
-    rows = composed_rows(head, teacher, tensors[6], TermOptions(*numbers[7:17]))
-    return Objective.from_parts(tensors[7:], numbers[:7]).loss(rows.terms)
+    rows = composed_rows(head, teacher, tensors[6], TermOptions(*numbers[3:13]))
+    return _objective_of(tensors, numbers).loss(rows.terms)
 
 
 # The tensors are those of both heads, the labels, and those of the objective. The options are the
@@ -278,31 +282,29 @@ def linear_distillation_loss(
     head = cast_and_check(input, linear_weight, linear_bias)
     of_teacher = (teacher_input, teacher_weight, teacher_bias)
     teacher = checked_teacher(head, *of_teacher, same_classes=teacher_classes is None)
+    mapped, of_all = None, None
     if teacher_classes is not None:
         sizes = len(linear_weight), len(teacher_weight)
-        check_mapped_classes(teacher_classes, input, "input", *sizes)
-    objective, options = checked_objective(
-        weights,
-        input,
-        "input",
-        target,
-        mask,
-        ignore_index,
-        reduction,
-        beta,
-        temperature,
-        scale_by_temperature_squared,
-        softcap,
-    )
+        mapped = mapped_classes(teacher_classes, input, "input", *sizes)
+    numbers = (ignore_index, beta, temperature, scale_by_temperature_squared, softcap)
+    of_rows = (input, "input", target, mask, reduction)
+    objective, options = checked_objective(weights, *of_rows, *numbers)
     check_budget(memory_budget)
-    head, of_all = head.of_call(logits_dtype), None
-    teacher = Head(*teacher[:3], *head[3:])
-    if teacher_classes is not None:
-        of_all = _statistics_of_teacher(teacher, options, memory_budget)
-        ids, penalty = mapped_classes(teacher_classes, len(teacher.weight), teacher.weight.dtype)
-        bias = penalty if teacher.bias is None else teacher.bias[ids] + penalty
-        teacher = Head(teacher.input, teacher.weight[ids], bias, *teacher[3:])
-    labels = target if options.hard else None
+    head = head.of_call(logits_dtype)
+    if mapped is not None:
+        ids, penalty = mapped
+        of_all = linear_token_stats(
+            *teacher[:2],
+            linear_bias=teacher.bias,
+            temperature=temperature,
+            softcap=softcap,
+            memory_budget=memory_budget,
+            logits_dtype=logits_dtype,
+        )
+        bias = penalty.to(teacher.weight.dtype)
+        bias = bias if teacher.bias is None else teacher.bias[ids] + bias
+        teacher = Head(teacher.input, teacher.weight[ids], bias)
+    teacher, labels = Head(*teacher[:3], *head[3:]), target if options.hard else None
     call = (head, teacher, labels, objective, options, memory_budget)
     return objective.result(*_loss_of_heads(*call), of_all, options.temperature)
 
@@ -331,7 +333,14 @@ def _loss_of_heads(
     if head.invariant and objective.soft_rows is None:  # The padding does not count.
         counts = head.input.new_ones(shape.numel(), dtype=torch.bool)
         objective = Objective(objective.hard_rows, counts, *objective[2:])
-    of_rows = objective.map_rows(lambda rows: in_blocks(rows.reshape(-1), head.invariant, 0))
+
+    def flat(rows: Tensor | None) -> Tensor | None:
+        if rows is None or not rows.ndim:
+            return rows
+        return in_blocks(rows.reshape(-1), head.invariant, 0)
+
+    weights = Terms(*map(flat, objective.tensors))
+    of_rows = Objective._make((*map(flat, objective[:2]), weights, *objective[3:]))
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     one_pass = any(wanted) and has_one_pass and reduction != "none"
     (tokens, hidden), dtype = head.input.shape, head.input.dtype
@@ -347,33 +356,18 @@ def _loss_of_heads(
         one_pass = one_pass and decide(plan.tokens < tokens, otherwise=False)
         plan = plan if one_pass else divergence_plan(*sizes, *grads, False, *rest, head.rounds)
     if one_pass:
-        tensors = (*head[:3], *teacher[:3], target, *of_rows.tensors)
-        numbers = (*head[3:], *of_rows.numbers, *options, *plan[:3], *wanted, backend)
-        loss, *fields = apply(OnePassRows, ONE_PASS, *tensors, numbers)
+        tensors = (*head[:3], *teacher[:3], target, *of_rows[:2], *of_rows.tensors)
+        call: tuple[Any, ...] = (*head[3:], *of_rows[3:], *options, *plan[:3], *wanted, backend)
+        loss, *fields = apply(OnePassRows, ONE_PASS, *tensors, call)
     else:
         save_logits = plain_eager() and plan.saved > 0
         chunk = plan.chunk if any(wanted) else len(head.weight)
-        numbers = (*options, plan.tokens, save_logits, backend, chunk)
-        fields = apply(LinearDivergence, *head, *teacher[:3], target, *numbers)[:7]
+        call = (*options, plan.tokens, save_logits, backend, chunk)
+        fields = apply(LinearDivergence, *head, *teacher[:3], target, *call)[:7]
         loss = of_rows.loss(fields[0])
         if reduction == "none":
             loss = without_padding(loss, shape, head.invariant)
     return loss, DivergenceRows(*(without_padding(x, shape, head.invariant) for x in fields))
-
-
-def _statistics_of_teacher(
-    teacher: Head, options: TermOptions, memory_budget: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return maximum, sum and arg-max of the rows of a teacher over all of its classes."""
-    shape, teacher = teacher.input.shape[:-1], teacher.flat.aligned
-    chunk = teacher.plan(memory_budget, False).chunk
-    call = (*teacher, None, None, *options[7:], False, True, chunk, False, current_backend())
-    found = RowStatistics(*rows_op(*call)[:-1])
-    maximum, sumexp, argmax = (
-        without_padding(each, shape, teacher.invariant)
-        for each in (found.maximum, found.sumexp, found.argmax)
-    )
-    return maximum, sumexp, argmax
 
 
 def checked_teacher(

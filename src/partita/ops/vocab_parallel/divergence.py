@@ -56,7 +56,7 @@ NO_LABEL = -1
 
 
 def merged_rows(gathered: Tensor, beta: float, temperature: float) -> tuple[Tensor, ...]:
-    """Return the `DivergenceRows` but `argmax` from the states of all ranks, `[ranks, 5, M]`."""
+    """Return the `DivergenceRows` from the states of all ranks, `[ranks, 5, M]`."""
     maximum, sumexp, teacher_maximum, teacher_sumexp, weighted = gathered.double().unbind(1)
     first, second = (maximum, sumexp), (teacher_maximum, teacher_sumexp)
     if beta == 0:
@@ -74,11 +74,12 @@ def merged_rows(gathered: Tensor, beta: float, temperature: float) -> tuple[Tens
     pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
     student, teacher = pairs if beta else pairs[::-1]
     fields = (field.to(gathered.dtype) for field in (kl, *student, *teacher))
-    return *fields, gathered.new_empty(len(kl), 0)
+    nothing = gathered.new_empty(len(kl), 0)
+    return *fields, nothing, nothing.long()
 
 
 class ParallelDivergence(torch.autograd.Function):
-    """The `DivergenceRows` but `argmax` of rows `[M, C_local]`, from the classes of all ranks.
+    """The `DivergenceRows` of rows `[M, C_local]`, from the classes of all ranks.
 
     The divergence is differentiable in this rank's logits of the student.
     """
@@ -95,12 +96,12 @@ class ParallelDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         options = (*divergence_options(beta, temperature, softcap), backend)
         state = divergence_state_op(logits, teacher_logits, *options)
-        terms, *sums, means = merged_rows(gather_ranks(state, shard), beta, temperature)
+        terms, *sums, means, argmax = merged_rows(gather_ranks(state, shard), beta, temperature)
         if 0 < beta < 1:
             found = divergence_mixture_op(logits, teacher_logits, *sums, *options)
             both = sum_in_rank_order(gather_ranks(found, shard))
             terms, means = both[0].clone(), both[1].clone()
-        return terms, *sums, means
+        return terms, *sums, means, argmax
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -250,39 +250,31 @@ def distillation(
     scale_by_temperature_squared: bool = False,
     softcap: float | None = None,
     teacher_classes: Tensor | None = None,
-    ignore_index: int = -100,
     mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> list[Tensor]:
     """Return the loss, and under `none` the terms that have a weight."""
-    dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
-    teacher = teacher_logits.detach().to(dtype)
-    if teacher_classes is not None:
-        teacher = teacher[..., teacher_classes]
-    x, t = capped(logits.to(dtype), softcap), capped(teacher, softcap)
-    counts = None if target is None else target != ignore_index
-    soft_counts = counts if mask is None else mask
-    logp, logq = ((each / temperature).log_softmax(-1) for each in (x, t))
-    found = {
-        "kl": lambda: kl(logq, logp),
-        "reverse_kl": lambda: kl(logp, logq),
-        "jsd": lambda: mixed(logq, logp, beta),
-        "tv": lambda: (logp.exp() - logq.exp()).abs().sum(-1) / 2,
-    }
-    loss: Any = 0
-    terms = []
-    for name in ("hard", *found):
-        if name not in weights:
-            continue
-        if name == "hard":
-            assert target is not None and counts is not None
-            picked = x.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1))
-            rows = logsumexp(x, -1) - picked.squeeze(-1)
-        else:
-            rows = found[name]() * (temperature**2 if scale_by_temperature_squared else 1.0)
-        of_term = counts if name == "hard" else soft_counts
-        loss = loss + counted(weights[name] * rows, of_term, reduction)
-        terms.append(counted(rows, of_term, reduction))
+    t = teacher_logits if teacher_classes is None else teacher_logits[..., teacher_classes]
+    x = logits.to(torch.promote_types(logits.dtype, t.dtype))
+    counts = None if target is None else target != -100
+    scale = temperature**2 if scale_by_temperature_squared else 1.0
+    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+    if "hard" in weights:
+        assert target is not None and counts is not None
+        labels = torch.where(counts, target, 0).long().unsqueeze(-1)
+        plain = capped(x, softcap)
+        found["hard"] = logsumexp(plain, -1) - plain.gather(-1, labels).squeeze(-1), counts
+    counts = counts if mask is None else mask
+    at: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
+    for name, b in (("kl", 0.0), ("reverse_kl", 1.0), ("jsd", beta)):
+        if name in weights:
+            found[name] = scale * divergence(x, t, beta=b, reduction="none", **at), counts
+    if "tv" in weights:
+        p, q = (capped(y, softcap, temperature).softmax(-1) for y in (x, t.detach().to(x.dtype)))
+        found["tv"] = scale * (p - q).abs().sum(-1) / 2, counts
+    terms = [counted(*each, reduction) for each in found.values()]
+    weighted = [(weights[name] * rows, which) for name, (rows, which) in found.items()]
+    loss: Any = sum(counted(*each, reduction) for each in weighted)
     return [loss, *terms] if reduction == "none" else [loss]
 
 

@@ -71,11 +71,19 @@ def _options(tile: LaneTile, softcap: float) -> dict[str, Any]:
     return {"HAS_SOFTCAP": softcap != 0, "TILE": tile, "num_warps": tile.num_warps}
 
 
-def _columns(rows: DivergenceRows, options: TermOptions) -> dict[str, Any]:
-    """Return the columns of the terms and means, and how many there are."""
+def _shared(
+    x: StridedRows, t: StridedRows, rows: DivergenceRows, first: int, options: TermOptions
+) -> dict[str, Any]:
+    """Return the arguments that the kernels of some classes of both rows share."""
     return {
+        "logits": x,
+        "teacher": t,
         "terms": columns(rows.terms, options.terms),
+        "statistics": PairStatistics(*rows[1:5]),
         "means": columns(rows.means, options.means),
+        "first": first,
+        "temperature": options.temperature,
+        "softcap": options.softcap,
         "NUM_TERMS": sum(options.terms),
         "NUM_MEANS": sum(options.means),
     }
@@ -129,21 +137,15 @@ def accumulate(
     launch(
         divergence_accumulate_kernel,
         len(logits) * segments.programs,
-        logits=x,
-        teacher=t,
         target_ptr=target,
-        statistics=PairStatistics(*rows[1:5]),
         sums=state.sums,
         argmax_ptr=rows.argmax,
         segments=segments,
         classes=width,
-        first=first,
         vocabulary=classes,
-        temperature=options.temperature,
-        softcap=options.softcap,
         ignore_index=options.ignore_index,
         SCAN=SCANS[options.kl, options.reverse_kl, options.means.plain, options.best],
-        **_columns(rows, options),
+        **_shared(x, t, rows, first, options),
         **_options(tile, options.softcap),
     )
 
@@ -162,16 +164,10 @@ def accumulate_mixture(
     launch(
         divergence_mixture_kernel,
         len(logits) * segments.programs,
-        logits=x,
-        teacher=t,
-        statistics=PairStatistics(*rows[1:5]),
         segments=segments,
         classes=width,
-        first=first,
         beta=options.beta,
-        temperature=options.temperature,
-        softcap=options.softcap,
-        **_columns(rows, options),
+        **_shared(x, t, rows, first, options),
         **_options(tile, options.softcap),
     )
 
@@ -194,19 +190,13 @@ def write_gradient(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], tile.block),
         grads=columns(grad, options.terms),
-        logits=matrix_rows(logits),
-        teacher=matrix_rows(teacher_logits),
         target_ptr=target,
-        statistics=PairStatistics(*rows[1:5]),
         dlogits=matrix_rows(result),
         classes=logits.shape[1],
-        first=first,
         vocabulary=classes,
         beta=options.beta,
-        temperature=options.temperature,
-        softcap=options.softcap,
         ignore_index=options.ignore_index,
-        **_columns(rows, options),
+        **_shared(matrix_rows(logits), matrix_rows(teacher_logits), rows, first, options),
         **_options(tile, options.softcap),
     )
 
@@ -233,18 +223,11 @@ def divergence_backward(
     logits: Tensor,
     teacher_logits: Tensor,
     target: Tensor | None,
-    terms: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    means: Tensor,
+    rows: DivergenceRows,
     options: TermOptions,
 ) -> Tensor:
     """Compute the gradient of the student's logits from the statistics of the rows."""
     x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
-    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-    rows = DivergenceRows(terms, *statistics, means, maximum)
     dlogits = x.new_empty(x.shape)
     place = (0, x.shape[1], options, dlogits)
     write_gradient(_flat(grad, logits), x, t, labels, _flat_rows(rows, logits), *place)
