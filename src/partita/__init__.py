@@ -16,7 +16,7 @@ from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
-from .ops.divergence.objective import Distillation
+from .ops.divergence.common import Distillation
 from .ops.linear_chain.api import (
     ExpectedCounts,
     LinearChain,

@@ -13,8 +13,16 @@ from ..cross_entropy.common import check_logits
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import TopK
 from .autograd import divergence_of_classes, reduced_divergence, terms_of_rows
-from .common import IGNORED, check_options, check_teacher, ids_of_rows, in_common_precision
-from .objective import Distillation, checked_objective, mapped_classes
+from .common import (
+    IGNORED,
+    Distillation,
+    check_options,
+    check_teacher,
+    checked_objective,
+    ids_of_rows,
+    in_common_precision,
+    mapped_classes,
+)
 
 
 def divergence(

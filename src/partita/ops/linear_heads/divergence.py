@@ -17,19 +17,17 @@ from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..divergence.autograd import check_labels, divergence_of_classes, terms_of_rows
 from ..divergence.common import (
     IGNORED,
+    Distillation,
     DivergenceRows,
+    Objective,
     TermOptions,
     Terms,
     check_options,
     check_teacher,
+    checked_objective,
     divergence_options,
     empty_rows,
     ids_of_rows,
-)
-from ..divergence.objective import (
-    Distillation,
-    Objective,
-    checked_objective,
     mapped_classes,
 )
 from ..logprobs.common import TopK
