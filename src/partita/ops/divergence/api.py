@@ -135,9 +135,8 @@ def distillation_loss(
         IndexError: a label or a teacher's class that is none; on a GPU only with
             `PARTITA_CHECK=1`, otherwise the row's result is NaN, or for a teacher's class all are.
 
-    Source: Hinton et al., Distilling the knowledge in a neural network, 2015 (`hard` and `kl`);
-        Agarwal et al., On-policy distillation of language models, 2024 (`reverse_kl`, `jsd`); Zhou
-        et al., DistillSpec, 2024 (`tv`, which is 1 minus the acceptance rate of speculation).
+    Source: Hinton et al., Distilling the knowledge in a neural network, 2015 (`hard`, `kl`); as
+        `divergence` (`reverse_kl`, `jsd`); Zhou et al., DistillSpec, 2024 (`tv`).
 
     Example:
         >>> import torch, partita

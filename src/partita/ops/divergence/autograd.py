@@ -35,9 +35,9 @@ def divergence_fake(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(empty_rows(logits, TermOptions(*args[2:12])))
 
 
-def check_labels(name: str, target: Tensor | None, classes: int, ignore_index: int) -> None:
+def _check_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
-        checks.labels(name, target, classes, ignore_index)
+        checks.labels("target", target, logits.shape[-1], ignore_index)
 
 
 def _gpu() -> tuple[Any, ...]:
@@ -48,12 +48,7 @@ def _gpu() -> tuple[Any, ...]:
 
 define_op = functools.partial(register.define, gpu=_gpu)
 divergence_op = define_op(
-    by_rows(reference.divergence),
-    divergence_fake,
-    check=lambda logits, target, ignore_index: check_labels(
-        "target", target, logits.shape[-1], ignore_index
-    ),
-    vmap=all_at_once,
+    by_rows(reference.divergence), divergence_fake, check=_check_labels, vmap=all_at_once
 )
 divergence_backward_op = define_op(
     by_rows(reference.divergence_gradient, logits=1),

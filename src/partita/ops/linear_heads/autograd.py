@@ -38,7 +38,7 @@ from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
 
 
-def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
+def check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, len(weight), ignore_index)
 
@@ -105,16 +105,16 @@ def _gpu() -> tuple[Any, ...]:
 
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
-rows = define_op(KERNELS.linear_rows, _rows_fake, check=_check_labels)
+rows = define_op(KERNELS.linear_rows, _rows_fake, check=check_labels)
 rows_backward = define_op(KERNELS.linear_rows_backward, _rows_backward_fake)
-one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=_check_labels)
+one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.
 packed_one_pass = define_op(
     KERNELS.linear_one_pass,
     one_pass_fake(has_rows=False),
     name="linear_packed_one_pass",
-    check=_check_labels,
+    check=check_labels,
 )
 entry_logits = define_op(
     reference_support.linear_entries,

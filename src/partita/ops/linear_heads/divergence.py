@@ -14,7 +14,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import decide
 from ..cross_entropy.autograd import OnePass, OnePassLoss
-from ..divergence.autograd import check_labels, divergence_of_classes, terms_of_rows
+from ..divergence.autograd import divergence_of_classes, terms_of_rows
 from ..divergence.common import (
     IGNORED,
     Distillation,
@@ -33,6 +33,7 @@ from ..divergence.common import (
 from ..logprobs.common import TopK
 from .api import linear_token_stats
 from .autograd import (
+    check_labels,
     define_op,
     head_backward,
     one_pass_fake,
@@ -60,13 +61,9 @@ def _one_pass_fake(*args: Any) -> tuple[Tensor, ...]:
     return *empty_rows(args[0], TermOptions(*args[10:20])), *gradients
 
 
-def _check(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
-    check_labels("target", target, len(weight), ignore_index)
-
-
-divergence_op = define_op(KERNELS.linear_divergence, _rows_fake, check=_check)
+divergence_op = define_op(KERNELS.linear_divergence, _rows_fake, check=check_labels)
 divergence_backward_op = define_op(KERNELS.linear_divergence_backward, empty_gradients)
-one_pass_op = define_op(KERNELS.linear_divergence_one_pass, _one_pass_fake, check=_check)
+one_pass_op = define_op(KERNELS.linear_divergence_one_pass, _one_pass_fake, check=check_labels)
 
 
 def composed_rows(
@@ -244,11 +241,9 @@ def linear_distillation_loss(
             gradient, like all that is the teacher's.
         teacher_weight: the teacher's matrix `[C, K]`, or `[D, K]` with `teacher_classes`, in the
             dtype of `teacher_input`, or in fp32.
-        target: integer labels `[...]`, which the term `hard` needs.
-        weights: as in `distillation_loss`.
         linear_bias, teacher_bias: `[C]`, or `[D]` for the teacher, in the dtype of the matrix.
-        beta, temperature, scale_by_temperature_squared, softcap, ignore_index, mask, reduction: as
-            in `distillation_loss`.
+        target, weights, beta, temperature, scale_by_temperature_squared, softcap, ignore_index,
+            mask, reduction: as in `distillation_loss`.
         teacher_classes: the teacher's class of each class of the student, `[C]`. The call copies
             these rows of the teacher's matrix, and computes the logits of all of its classes once
             more for `teacher_mass` and `teacher_argmax`.
@@ -257,9 +252,8 @@ def linear_distillation_loss(
         logits_dtype: as in `linear_cross_entropy`, for both heads.
 
     Returns:
-        `Distillation(loss, hard, kl, reverse_kl, jsd, tv, teacher_mass, teacher_argmax)`, as
-        `distillation_loss` returns it, differentiable in the student's hidden states, matrix and
-        bias.
+        `Distillation`, as `distillation_loss` returns it, differentiable in the student's hidden
+        states, matrix and bias.
 
     Raises:
         TypeError, ValueError, IndexError: as in `distillation_loss` and `linear_divergence`.
