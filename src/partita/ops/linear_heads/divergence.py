@@ -242,8 +242,8 @@ def linear_distillation_loss(
         teacher_weight: the teacher's matrix `[C, K]`, or `[D, K]` with `teacher_classes`, in the
             dtype of `teacher_input`, or in fp32.
         linear_bias, teacher_bias: `[C]`, or `[D]` for the teacher, in the dtype of the matrix.
-        target, weights, beta, temperature, scale_by_temperature_squared, softcap, ignore_index,
-            mask, reduction: as in `distillation_loss`.
+        target, weights, beta, ignore_index, mask, reduction: as in `distillation_loss`.
+        temperature, scale_by_temperature_squared, softcap: as in `distillation_loss`.
         teacher_classes: the teacher's class of each class of the student, `[C]`. The call copies
             these rows of the teacher's matrix, and computes the logits of all of its classes once
             more for `teacher_mass` and `teacher_argmax`.
