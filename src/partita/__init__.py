@@ -15,7 +15,8 @@ from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
-from .ops.divergence.api import divergence, topk_divergence
+from .ops.divergence.api import distillation_loss, divergence, topk_divergence
+from .ops.divergence.common import Distillation
 from .ops.linear_chain.api import (
     ExpectedCounts,
     LinearChain,
@@ -24,7 +25,11 @@ from .ops.linear_chain.api import (
     linear_chain,
 )
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
-from .ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
+from .ops.linear_heads.divergence import (
+    linear_distillation_loss,
+    linear_divergence,
+    linear_topk_divergence,
+)
 from .ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from .ops.linear_heads.low_rank import LoRA
 from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
@@ -59,6 +64,7 @@ __all__ = [
     "CTCAlignment",
     "Chain",
     "ChainSample",
+    "Distillation",
     "ExpectedCounts",
     "Hypotheses",
     "LinearChain",
@@ -89,12 +95,14 @@ __all__ = [
     "ctc_loss",
     "debruijn_source",
     "dense_source",
+    "distillation_loss",
     "divergence",
     "edges_from_states",
     "integrations",
     "linear_chain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "linear_distillation_loss",
     "linear_divergence",
     "linear_logprobs",
     "linear_rnnt_loss",

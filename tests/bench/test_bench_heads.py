@@ -398,6 +398,21 @@ def test_all_divergences_agree(beta: float) -> None:
         assert len(found) == 3 and not any(verdict.failed for verdict in found)
 
 
+@pytest.mark.parametrize("terms", [2, 4])
+def test_all_distillation_losses_agree(terms: int) -> None:
+    case = heads.LinearDistillation("linear_distillation_loss", torch.float32, 96, 16, 300, terms)
+    inputs = case.inputs(Buffers(CPU.device))
+    for name, function in (
+        ("partita-fast", heads.partita_distillation(heads.fast_budget)),
+        ("partita-lean", heads.partita_distillation(heads.lean_divergence_budget)),
+        ("torch", heads.composed_distillation),
+    ):
+        provider = Provider(name, {case.op: lambda function=function: function})
+        attempt = Attempt(function, inputs, provider)
+        found = list(case.verdicts(attempt, case.standard(inputs)))
+        assert len(found) == 3 and not any(verdict.failed for verdict in found)
+
+
 def test_wrong_divergences_are_found() -> None:
     ours = heads.composed_divergence
 

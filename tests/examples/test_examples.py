@@ -15,6 +15,7 @@ import chain_exactness
 import digit_lines
 import digit_transducer
 import digits
+import draft_head
 import hmm
 import language_model
 import lora
@@ -260,6 +261,12 @@ def test_chain_exactness_out_of_contract(
         == 1
     )
     assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err
+
+
+def test_draft_head_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draft_head.main(["--steps", "0"]) == 1, "it has not learned"
+    assert draft_head.main([]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("after 60 steps")
 
 
 def test_recorded_support_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

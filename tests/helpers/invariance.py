@@ -16,6 +16,7 @@ LEADING = (
     *("divergence", "topk_divergence", "linear_cross_entropy", "linear_token_stats"),
     *("linear_logprobs", "linear_topk_logprobs", "linear_divergence", "linear_topk_divergence"),
     *("support_stats", "linear_support_stats", "truncated_stats", "linear_truncated_stats"),
+    *("distillation_loss", "linear_distillation_loss"),
 )
 # Inputs that may have a number for each row.
 OF_ROWS = tuple((name, 1, 0) for name in ("top_k", "top_p", "min_p", "temperature"))

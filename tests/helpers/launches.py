@@ -459,6 +459,15 @@ def call_rows(x: torch.Tensor) -> None:
     indices = torch.arange(2).expand(len(x), -1)
     teacher = partita.TopK(torch.zeros(len(x), 2, dtype=x.dtype), indices, x.detach()[:, 0])
     results += [partita.topk_divergence(x, teacher, softcap=c) for c in (None, 5.0)]
+    for names, options in (
+        (("hard", "kl"), {}),
+        (("hard", "kl", "reverse_kl", "jsd", "tv"), {"temperature": 0.7}),
+        (("reverse_kl", "tv"), {"softcap": 5.0}),
+    ):
+        weights = dict.fromkeys(names, 1.0)
+        results.append(
+            partita.distillation_loss(x, x.detach(), target, weights=weights, **options).loss
+        )
     for beta, softcap in ((0.0, None), (0.5, None), (0.5, 5.0), (1.0, 5.0)):
         results += [
             partita.divergence(x, x.detach(), beta=beta, softcap=softcap, reduction=reduction)

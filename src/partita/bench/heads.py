@@ -6,7 +6,8 @@ error is bounded by that of PyTorch's composition in the same dtype, and the err
 
 Divergences of two heads: the same, for beta 0, 0.5 and 1, beside a loop over chunks of tokens whose
 logits are computed again (chunked). Four products are the unit, and partita-lean has two fifths of
-the memory of the logits. Divergences of rows of logits have the same bounds.
+the memory of the logits. Divergences of rows of logits have the same bounds. So have distillation
+losses of two heads, of 2 terms (hard, kl) and of 4 (jsd and tv too).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..ops.divergence.api import divergence
 from ..ops.linear_heads.api import linear_cross_entropy
-from ..ops.linear_heads.divergence import linear_divergence
+from ..ops.linear_heads.divergence import linear_distillation_loss, linear_divergence
 from ..ops.linear_heads.low_rank import LoRA
 from ..ops.linear_heads.plan import linear_cross_entropy_plan
 from ..ops.linear_heads.truncated import linear_truncated_stats
@@ -63,6 +64,7 @@ LEAN = 7 * 2**26  # bytes
 CHUNK_TOKENS = 1024  # tokens of a chunk of the recomputed loop
 BETAS = (0.0, 0.5, 1.0)
 RANK, SCALE = 16, 2.0  # of LoRA
+TERMS = {"hard": 0.4, "kl": 0.3, "jsd": 0.2, "tv": 0.1}
 DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS = (32768, 128256), (128256,)
 
 FULL_SIZES = (  # tokens, hidden numbers and classes
@@ -94,6 +96,15 @@ class DivergenceInputs(NamedTuple):
     teacher_hidden: Tensor  # [tokens, hidden]
     teacher_matrix: Tensor  # [vocabulary, hidden]
     beta: float
+
+
+class DistillationInputs(NamedTuple):
+    hidden: Tensor  # [tokens, hidden]
+    matrix: Tensor  # [vocabulary, hidden]
+    teacher_hidden: Tensor  # [tokens, hidden]
+    teacher_matrix: Tensor  # [vocabulary, hidden]
+    target: Tensor  # [tokens]
+    terms: int
 
 
 class RowInputs(NamedTuple):
@@ -146,6 +157,18 @@ def composed_divergence(*inputs: Any) -> Tensor:
     return mean_of_logits(logits, teacher_logits, beta)
 
 
+def first_terms(number: int) -> dict[str, float]:
+    """Return the weights of the first terms."""
+    return dict([*TERMS.items()][:number])
+
+
+def composed_distillation(*inputs: Any) -> Tensor:
+    """Compute all logits and then their distillation loss with PyTorch's ops."""
+    hidden, matrix, teacher_hidden, teacher_matrix, target, terms = inputs
+    heads = F.linear(hidden, matrix), F.linear(teacher_hidden, teacher_matrix)
+    return in_torch.distillation(*heads, target, weights=first_terms(terms))[0]
+
+
 def chunked_divergence(*inputs: Any) -> Tensor:
     """Compute the mean over chunks of tokens, whose logits are computed again for the gradient."""
     hidden, matrix, teacher_hidden, teacher_matrix, beta = inputs
@@ -178,6 +201,7 @@ TORCH: dict[str, Function] = {
     "linear_cross_entropy_lora": composed_lora_loss,
     "divergence": mean_of_logits,
     "linear_divergence": composed_divergence,
+    "linear_distillation_loss": composed_distillation,
     "linear_truncated_stats": composed_truncated_loss,
 }
 
@@ -239,6 +263,14 @@ def partita_linear(budget: Callable[..., int]) -> Function:
 def partita_divergence(budget: Callable[..., int]) -> Function:
     return lambda *inputs: linear_divergence(
         *inputs[:4], beta=inputs[4], memory_budget=budget(*inputs)
+    )
+
+
+def partita_distillation(budget: Callable[..., int]) -> Function:
+    return lambda *inputs: (
+        linear_distillation_loss(
+            *inputs[:5], weights=first_terms(inputs[5]), memory_budget=budget(*inputs)
+        ).loss
     )
 
 
@@ -359,14 +391,22 @@ PROVIDERS: Functions = {
     "partita-fast": {
         "linear_cross_entropy": lambda: partita_linear(fast_budget),
         "linear_divergence": lambda: partita_divergence(fast_budget),
+        "linear_distillation_loss": lambda: partita_distillation(fast_budget),
     },
     "partita-lean": {
         "linear_cross_entropy": lambda: partita_linear(lean_budget),
         "linear_divergence": lambda: partita_divergence(lean_divergence_budget),
+        "linear_distillation_loss": lambda: partita_distillation(lean_divergence_budget),
     },
     "products": {
         **dict.fromkeys(
-            ("linear_cross_entropy", "linear_divergence", "linear_truncated_stats"), products
+            (
+                "linear_cross_entropy",
+                "linear_divergence",
+                "linear_distillation_loss",
+                "linear_truncated_stats",
+            ),
+            products,
         ),
         "linear_cross_entropy_lora": frozen_products,
     },
@@ -527,6 +567,21 @@ class LinearDivergence(HeadCase):
 
 
 @dataclass(frozen=True)
+class LinearDistillation(HeadCase):
+    """The mean distillation loss of two heads, which is bounded by four matrix products."""
+
+    terms: int = 2
+
+    sizes = ("tokens", "hidden", "vocabulary", "terms")
+    dims = (0, None, 0, None, 0, None)
+
+    def inputs(self, buffers: Buffers) -> DistillationInputs:
+        heads = *self.head(buffers), *self.head(buffers, "teacher ")
+        target = buffers.labels(self.tokens, self.vocabulary)
+        return DistillationInputs(*heads, target, self.terms)
+
+
+@dataclass(frozen=True)
 class DivergenceRows(MeanCase):
     """The mean divergence of logits, which reads both once and writes the gradient."""
 
@@ -559,6 +614,7 @@ linear_cross_entropy_cases = cases_of(
 _widths = Widths(DIVERGENCE_WIDTHS, DIVERGENCE_QUICK_WIDTHS, [(beta,) for beta in BETAS])
 of_logits = cases_of({"divergence": (DivergenceRows, _widths)}, torch.bfloat16)
 of_two_heads = cases_of({"linear_divergence": (LinearDivergence, SIZES)}, torch.bfloat16)
+of_terms = cases_of({"linear_distillation_loss": (LinearDistillation, SIZES)}, torch.bfloat16)
 
 
 def divergence_cases(settings: Settings) -> Iterator[Case]:
@@ -566,6 +622,8 @@ def divergence_cases(settings: Settings) -> Iterator[Case]:
     yield from of_logits(settings)
     cases: Iterator[Any] = of_two_heads(settings)
     yield from (replace(case, beta=beta) for case in cases for beta in BETAS)
+    distillation: Iterator[Any] = of_terms(settings)
+    yield from (replace(case, terms=terms) for case in distillation for terms in (2, 4))
 
 
 OPS = {

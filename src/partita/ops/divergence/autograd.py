@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import by_rows
-from ...runtime import register
+from ...runtime import checks, register
 from ...runtime.autograd import DifferentiableOp, all_at_once, apply, plain_eager
 from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
@@ -17,15 +18,26 @@ from ..cross_entropy.autograd import OnePass, OnePassLoss
 from ..logprobs.common import TopK
 from ..softmax.autograd import logsumexp
 from . import reference
-from .common import DivergenceRows, reduced, row_factors
+from .common import (
+    DivergenceRows,
+    TermOptions,
+    divergence_options,
+    empty_rows,
+    reduced,
+    row_factors,
+)
 
 # Rounding errors of log-probabilities that the sum of their exponentials may have.
 ROUNDING_ERRORS = 8
 
 
-def divergence_fake(logits: Tensor) -> tuple[Tensor, ...]:
-    dtype = acc_dtype(logits.dtype)
-    return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in DivergenceRows._fields)
+def divergence_fake(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(empty_rows(logits, TermOptions(*args[2:12])))
+
+
+def _check_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
+    if target is not None:
+        checks.labels("target", target, logits.shape[-1], ignore_index)
 
 
 def _gpu() -> tuple[Any, ...]:
@@ -35,7 +47,9 @@ def _gpu() -> tuple[Any, ...]:
 
 
 define_op = functools.partial(register.define, gpu=_gpu)
-divergence_op = define_op(by_rows(reference.divergence), divergence_fake, vmap=all_at_once)
+divergence_op = define_op(
+    by_rows(reference.divergence), divergence_fake, check=_check_labels, vmap=all_at_once
+)
 divergence_backward_op = define_op(
     by_rows(reference.divergence_gradient, logits=1),
     lambda logits: torch.empty_like(logits),
@@ -44,7 +58,10 @@ divergence_backward_op = define_op(
 )
 divergence_one_pass_op = define_op(
     by_rows(reference.divergence_one_pass),
-    lambda logits: (divergence_fake(logits)[0], torch.empty_like(logits)),
+    lambda logits: (
+        logits.new_empty(logits.shape[:-1], dtype=acc_dtype(logits.dtype)),
+        torch.empty_like(logits),
+    ),
 )
 divergence_state_op = define_op(
     reference.DIVERGENCE_KERNELS.divergence_state,
@@ -59,11 +76,16 @@ divergence_local_gradient_op = define_op(
 )
 
 
+def _gradient(*args: Any) -> Tensor:
+    gradient: Callable[..., Tensor] = reference.divergence_gradient
+    return gradient(*args[:4], DivergenceRows(*args[4:11]), TermOptions(*args[11:]))
+
+
 _divergence = DifferentiableOp(
     divergence_op,
     divergence_backward_op,
-    reference.divergence_gradient,
-    lambda args, output: ((*args[:2], *output[1:]), args[2:5]),
+    _gradient,
+    lambda args, output: ((*args[:3], *output), args[3:-1]),
 )
 
 
@@ -123,13 +145,21 @@ def reduced_divergence(
     return reduced(loss, mask, reduction)
 
 
+def terms_of_rows(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor | None, options: TermOptions
+) -> DivergenceRows:
+    """Return the terms of each row of checked inputs, differentiable in the student's logits."""
+    labels = target if options.hard else None
+    call = (logits, teacher_logits.detach(), labels, *options, current_backend())
+    return DivergenceRows(*_divergence(*call))
+
+
 def divergence_of_rows(
     logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
 ) -> Tensor:
     """Return the divergence of each row of checked inputs, `[...]`."""
-    numbers = (beta, temperature, softcap)
-    rows: DivergenceRows = _divergence(logits, teacher_logits.detach(), *numbers, current_backend())
-    return rows[0]
+    options = divergence_options(beta, temperature, softcap)
+    return terms_of_rows(logits, teacher_logits, None, options).terms
 
 
 def divergence_of_classes(

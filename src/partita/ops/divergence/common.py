@@ -1,95 +1,235 @@
-"""Results and functions that the reference and the kernels of divergences share."""
+"""Terms of two rows, their results, and the loss that they make up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import finite_shift
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import larger
+from ..cross_entropy.api import TokenStats
 from ..logprobs.common import TopK, check_ids
 
 IGNORED = checks.NOTHING_IGNORED  # the id of a teacher's class in rows that do not count
 
 
-class DivergenceRows(NamedTuple):
-    """The divergence of each row, fp32 (fp64 for fp64), and what its gradient needs.
+class Terms(NamedTuple):
+    """Something for each term of a loss of a student's row and a teacher's.
 
     Fields:
-        loss: the divergence in nats, `[...]`.
-        student: KL(student ‖ teacher) for beta 1, KL(student ‖ mixture) for a beta between 0 and 1,
-            and 0 for beta 0, `[...]`.
+        hard: the cross-entropy of the student with a label, at temperature 1.
+        kl: KL(teacher ‖ student).
+        reverse_kl: KL(student ‖ teacher).
+        jsd: the generalised Jensen-Shannon divergence.
+        tv: the total variation.
+    """
+
+    hard: Any
+    kl: Any
+    reverse_kl: Any
+    jsd: Any
+    tv: Any
+
+
+NO_TERMS = Terms(None, None, None, None, None)
+
+
+class Means(NamedTuple):
+    """Something for each number of a row that gradients need in addition to terms and sums.
+
+    Fields:
+        plain: the sum of exp(x - maximum) over the student's soft-capped logits x.
+        student: KL(student ‖ mixture).
+        sign: the mean of sign(student - teacher) under the student.
+    """
+
+    plain: Any
+    student: Any
+    sign: Any
+
+
+class Sums(NamedTuple):
+    """Something for each sum that grows with the classes of a row.
+
+    Fields:
+        forward: the sum of f * (t - x), relative to the maxima of both rows, where f are the
+            exponentials of the teacher's logits t.
+        reverse: the sum of e * (x - t), with the student's exponentials e.
+        label: the logit of the label, -inf until its class was read.
+    """
+
+    forward: Any
+    reverse: Any
+    label: Any
+
+
+class TermOptions(NamedTuple):
+    """The options of the terms of rows.
+
+    Fields:
+        hard, kl, reverse_kl, jsd, tv: whether the term is computed.
+        best: whether the teacher's arg-max is.
+        beta: the teacher's weight in the mixture of `jsd`.
+        temperature: what the soft-capped logits are divided by in all terms but `hard`.
+        softcap: the soft-cap of both logits, or 0.
+        ignore_index: the label of rows without a `hard` term.
+    """
+
+    hard: bool
+    kl: bool
+    reverse_kl: bool
+    jsd: bool
+    tv: bool
+    best: bool
+    beta: float
+    temperature: float
+    softcap: float
+    ignore_index: int
+
+    @property
+    def terms(self) -> Terms:
+        """Return which terms are computed."""
+        return Terms(*self[:5])
+
+    @property
+    def means(self) -> Means:
+        """Return which means are needed. At temperature 1 `sumexp` is the plain sum too."""
+        return Means(self.hard and self.temperature != 1, self.jsd, self.tv)
+
+    @property
+    def sums(self) -> Sums:
+        """Return which sums are needed."""
+        return Sums(self.kl, self.reverse_kl, self.hard)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether a term needs the normalisers of both rows first."""
+        return self.jsd or self.tv
+
+
+def divergence_options(beta: float, temperature: float, softcap: float) -> TermOptions:
+    """Return the options of the one term that a beta names."""
+    named = (False, beta == 0, beta == 1, 0 < beta < 1, False, False)
+    return TermOptions(*named, beta, temperature, softcap, IGNORED)
+
+
+Named = TypeVar("Named", Terms, Means)
+
+
+def packed(fields: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return fields `[...]` as one tensor `[..., N]`, or a single one as it is."""
+    if len(fields) == 1:
+        return fields[0]
+    return torch.stack([*fields], -1) if fields else like.new_empty(*like.shape, 0)
+
+
+def unpacked(tensor: Tensor, needed: Sequence[bool]) -> Sequence[Tensor]:
+    """Return the fields of a tensor that `packed` has made of those that are needed."""
+    return (tensor,) if sum(needed) == 1 else tensor.unbind(-1)
+
+
+def columns(tensor: Tensor, needed: Named) -> Named:
+    """Return the fields of a packed tensor, None for those that are not needed."""
+    of = iter(unpacked(tensor, needed))
+    return type(needed)(*(next(of) if is_needed else None for is_needed in needed))
+
+
+def counts(packed_grad: Tensor) -> Tensor:
+    """Return which rows have a gradient in a term, `[M]`, from that of all terms."""
+    is_used = packed_grad != 0
+    return is_used if is_used.ndim == 1 else is_used.any(1)
+
+
+class DivergenceRows(NamedTuple):
+    """The terms of each row, fp32 (fp64 for fp64), and what their gradient needs.
+
+    Fields:
+        terms: the `packed` terms that are computed, in nats, `[..., N]`, or `[...]` for one.
         maximum, sumexp: maximum of the student's soft-capped logits, and the sum of
             exp((logits - maximum) / temperature), `[...]`.
         teacher_maximum, teacher_sumexp: the same of the teacher, `[...]`.
+        means: the `packed` `Means` that are needed, `[..., K]`, or `[...]` for one.
+        argmax: the lowest class with the teacher's maximum, `[...]` int64, or `[..., 0]`.
     """
 
-    loss: Tensor
-    student: Tensor
+    terms: Tensor
     maximum: Tensor
     sumexp: Tensor
     teacher_maximum: Tensor
     teacher_sumexp: Tensor
+    means: Tensor
+    argmax: Tensor
+
+    def part(self, rows: slice) -> DivergenceRows:
+        """Return the fields of some rows, in the same memory."""
+        return DivergenceRows(*map(itemgetter(rows), self))
 
 
 class DivergenceState(NamedTuple):
-    """The state of rows after some of their classes.
-
-    Fields:
-        rows: the `DivergenceRows` of these classes alone, fields `[M]`.
-        weighted: the sum of e * (first - second), relative to the maxima of both rows. e are the
-            exponentials of the first row, which is the teacher's for beta 0, otherwise the
-            student's, `[M]`.
-    """
+    """The state of rows after some of their classes: results of these alone, and `Sums` `[M]`."""
 
     rows: DivergenceRows
-    weighted: Tensor
+    sums: Sums
 
     def part(self, rows: slice) -> DivergenceState:
         """Return the state of some rows, in the same memory."""
-        fields = DivergenceRows(*(field[rows] for field in self.rows))
-        return DivergenceState(fields, self.weighted[rows])
+        sums = (None if each is None else each[rows] for each in self.sums)
+        return DivergenceState(self.rows.part(rows), Sums(*sums))
+
+
+def empty_rows(logits: Tensor, options: TermOptions) -> DivergenceRows:
+    """Return memory for the results of rows of logits, `[..., C]`."""
+    shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
+    sizes = (sum(options.terms), sum(options.means))
+    terms, means = (logits.new_empty(shape if n == 1 else (*shape, n), dtype=dtype) for n in sizes)
+    statistics = (logits.new_empty(shape, dtype=dtype) for _ in range(4))
+    best = logits.new_empty(shape if options.best else (*shape, 0), dtype=torch.int64)
+    return DivergenceRows._make((terms, *statistics, means, best))
+
+
+def empty_state(rows: DivergenceRows, options: TermOptions) -> DivergenceState:
+    """Return the state of rows, which the first classes write without reading."""
+    sums = (torch.empty_like(rows.maximum) if needs else None for needs in options.sums)
+    return DivergenceState(rows, Sums(*sums))
 
 
 class DivergenceKernels(NamedTuple):
     """The functions of one backend that work on some classes of both rows, `[M, C]` each.
 
     Fields:
-        new_state: returns a `DivergenceState` for as many rows as its first argument has.
-        accumulate: updates a `DivergenceState` in place with the classes from `first` on.
-        accumulate_mixture: adds the divergences from the mixture over these classes to the state,
-            whose maxima and sums have seen all classes.
-        gradient: overwrites the student's logits with their gradient.
+        accumulate: updates a `DivergenceState` in place with the classes from `first` on, of
+            `classes` in all, or writes it if `first` is 0.
+        accumulate_mixture: adds the terms and means that need both normalisers, which have seen
+            all classes.
+        gradient: writes the gradient of the student's logits, which may take their place.
     """
 
-    new_state: Callable[..., DivergenceState]
     accumulate: Callable[..., None]
     accumulate_mixture: Callable[..., None]
     gradient: Callable[..., None]
 
     def divergence_state(
-        self,
-        logits: Tensor,
-        teacher_logits: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        self, logits: Tensor, teacher_logits: Tensor, options: TermOptions
     ) -> Tensor:
         """Return what ranks exchange of some classes of both rows, `[M, C]` each.
 
-        That is `[5, M]`: both maxima and sums, and the weighted sum of `DivergenceState`.
+        That is `[5, M]`: both maxima and sums, and the sum of `Sums` that the KL needs, or 0.
         """
         if not logits.shape[1]:
             result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
             result[:3:2] = -torch.inf
             return result
-        state = self.new_state(logits)
-        self.accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap)
-        return torch.stack([*state.rows[2:], state.weighted])
+        rows, sums = state = empty_state(empty_rows(logits, options), options)
+        self.accumulate(logits, teacher_logits, None, state, 0, logits.shape[1], options)
+        weighted = [each for each in sums if each is not None] or [torch.zeros_like(rows.sumexp)]
+        return torch.stack([*rows[1:5], *weighted])
 
     def divergence_mixture(
         self,
@@ -99,9 +239,7 @@ class DivergenceKernels(NamedTuple):
         sumexp: Tensor,
         teacher_maximum: Tensor,
         teacher_sumexp: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        options: TermOptions,
     ) -> Tensor:
         """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
 
@@ -110,9 +248,11 @@ class DivergenceKernels(NamedTuple):
         result = maximum.new_zeros(2, len(logits))
         statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
         if logits.shape[1]:
-            rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
-            state = DivergenceState(rows, result[0])
-            self.accumulate_mixture(logits, teacher_logits, state, 0, beta, temperature, softcap)
+            loss, student = result
+            sums = (each.contiguous() for each in statistics)
+            rows = DivergenceRows._make((loss, *sums, student, loss))
+            state = DivergenceState(rows, Sums(None, None, None))
+            self.accumulate_mixture(logits, teacher_logits, state, 0, options)
         return result
 
 
@@ -187,3 +327,178 @@ def ids_of_rows(teacher: TopK, mask: Tensor | None) -> Tensor:
     """Return the teacher's classes, and IGNORED in rows that do not count."""
     ids = teacher.indices.long()  # a narrow type would wrap the bounds
     return ids if mask is None else torch.where(mask.unsqueeze(-1) != 0, ids, IGNORED)
+
+
+class Distillation(NamedTuple):
+    """The result of `distillation_loss`.
+
+    Fields:
+        loss: the weighted sum of the terms, a number, or `[...]` under `none`.
+        hard: the cross-entropy of the student's logits with the labels.
+        kl: KL(teacher ‖ student).
+        reverse_kl: KL(student ‖ teacher).
+        jsd: the generalised Jensen-Shannon divergence.
+        tv: the total variation, half of the sum of |student - teacher|.
+        teacher_mass: the teacher's probability of all classes that the student has, `[...]`; None
+            without `teacher_classes`.
+        teacher_argmax: the teacher's most probable class, the lowest of equal ones, `[...]` int64.
+
+    A term that has no weight is None. Under `none` the others are `[...]` and differentiable.
+    Otherwise they are numbers without a gradient, reduced as the loss is, but not weighted.
+    """
+
+    loss: Tensor
+    hard: Tensor | None
+    kl: Tensor | None
+    reverse_kl: Tensor | None
+    jsd: Tensor | None
+    tv: Tensor | None
+    teacher_mass: Tensor | None
+    teacher_argmax: Tensor
+
+
+class Objective(NamedTuple):
+    """How the terms of rows make up the loss.
+
+    Fields:
+        hard_rows: which rows have a `hard` term, `[...]`, or None for all.
+        soft_rows: which rows have the other terms, `[...]`, or None for all.
+        tensors: the weights that are tensors `[...]` or `[]`, otherwise None.
+        numbers: the weights that are numbers, otherwise None.
+        scale: what the terms but `hard` are multiplied by.
+        reduction: `none`, `mean` or `sum`.
+    """
+
+    hard_rows: Tensor | None
+    soft_rows: Tensor | None
+    tensors: Terms
+    numbers: Terms
+    scale: float
+    reduction: str
+
+    @classmethod
+    def of_divergence(cls, options: TermOptions, mask: Tensor | None, reduction: str) -> Objective:
+        """Return the objective of a single divergence."""
+        numbers = (1.0 if named else None for named in options.terms)
+        return cls(None, mask, NO_TERMS, Terms(*numbers), 1.0, reduction)
+
+    def _parts(self) -> list[tuple[str, Tensor | None, float, Any]]:
+        """Return name, rows, scale and weight of each term that has a weight."""
+        weights = zip(Terms._fields, self.tensors, self.numbers, strict=True)
+        of_hard, of_others = (self.hard_rows, 1.0), (self.soft_rows, self.scale)
+        return [
+            (name, *(of_hard if name == "hard" else of_others), number if x is None else x)
+            for name, x, number in weights
+            if x is not None or number is not None
+        ]
+
+    def factors(self, like: Tensor) -> Tensor:
+        """Return the derivative of the loss in each term of each row `[...]`, packed."""
+        found = []
+        for _, rows, scale, weight in self._parts():
+            factor = row_factors(rows, like, self.reduction)
+            if isinstance(weight, Tensor) or weight * scale != 1.0:
+                factor = torch.where(factor == 0, 0, factor * weight * scale).to(like.dtype)
+            found.append(factor)
+        return packed(found, like)
+
+    def _reduced(self, terms: Tensor, weighted: bool) -> list[Tensor]:
+        """Return each of the packed terms, reduced, times its weight or not."""
+        parts, found = self._parts(), []
+        of_terms = unpacked(terms, [True] * len(parts))
+        for values, (_, rows, scale, weight) in zip(of_terms, parts, strict=True):
+            factor = weight * scale if weighted else scale
+            if isinstance(factor, Tensor) or factor != 1.0:
+                values = values * factor
+            found.append(reduced(values, rows, self.reduction))
+        return found
+
+    def loss(self, terms: Tensor) -> Tensor:
+        """Return the loss from the packed terms of rows."""
+        return functools.reduce(torch.add, self._reduced(terms, weighted=True))
+
+    def result(
+        self, loss: Tensor, rows: DivergenceRows, teacher: TokenStats | None, temperature: float
+    ) -> Distillation:
+        """Return the result from rows `[...]`, and statistics of all of the teacher's classes."""
+        terms = rows.terms if self.reduction == "none" else rows.terms.detach()
+        values = zip(self._parts(), self._reduced(terms, weighted=False), strict=True)
+        found: dict[str, Any] = {name: value for (name, *_), value in values}
+        mass, argmax = None, rows.argmax
+        if teacher is not None:
+            shift = finite_shift(rows.teacher_maximum) / temperature
+            logsumexp = shift + rows.teacher_sumexp.log()
+            mass, argmax = (logsumexp - teacher.logsumexp).exp().detach(), teacher.argmax
+        return Distillation._make((loss, *map(found.get, Terms._fields), mass, argmax))
+
+
+def checked_objective(
+    weights: Mapping[str, float | Tensor],
+    rows: Tensor,
+    name: str,
+    target: Tensor | None,
+    mask: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    beta: float,
+    temperature: float,
+    scale_by_temperature_squared: bool,
+    softcap: float | None,
+) -> tuple[Objective, TermOptions]:
+    """Return objective and options for rows `[..., D]` of the named tensor; raise for bad ones."""
+    if not isinstance(weights, Mapping) or not weights:
+        raise TypeError(
+            "weights: expected a dict from the names of terms to their weights, such as"
+            f' {{"hard": 0.5, "kl": 0.5}}, got {weights!r}'
+        )
+    shape = (rows.shape[:-1], f"{name}.shape[:-1]")
+    for term, weight in weights.items():
+        checks.choice("weights", term, Terms._fields)
+        if isinstance(weight, Tensor):
+            checks.floating(f"weights[{term!r}]", weight)
+            checks.device(f"weights[{term!r}]", weight, rows, name)
+            if weight.ndim:
+                checks.shape(f"weights[{term!r}]", weight, *shape)
+        else:
+            checks.number(f"weights[{term!r}]", weight, low=0.0)
+    if target is not None:
+        checks.integer("target", target)
+        checks.device("target", target, rows, name)
+        checks.shape("target", target, *shape)
+    elif "hard" in weights:
+        raise ValueError("target: expected the labels of the term 'hard', got None")
+    check_options(beta, mask, reduction, rows, name)
+    checks.python_int("ignore_index", ignore_index)
+    numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
+    if "jsd" in weights and beta in (0.0, 1.0):
+        raise ValueError(
+            f"beta: expected a number between 0 and 1 for the term 'jsd', got {beta}; the terms"
+            " 'kl' and 'reverse_kl' are the divergences at the ends"
+        )
+    counts = None if target is None else target != ignore_index
+    given = [weights.get(term) for term in Terms._fields]
+    tensors = (x.detach() if isinstance(x, Tensor) else None for x in given)
+    floats = (None if x is None or isinstance(x, Tensor) else float(x) for x in given)
+    scale = numbers[1] ** 2 if scale_by_temperature_squared else 1.0
+    soft_rows = counts if mask is None else mask != 0
+    of_terms = (Terms(*tensors), Terms(*floats))
+    objective = Objective(counts, soft_rows, *of_terms, scale, reduction)
+    named = [term in weights for term in Terms._fields]
+    return objective, TermOptions._make((*named, True, *numbers, ignore_index))
+
+
+def mapped_classes(
+    classes: Tensor, rows: Tensor, name: str, student_classes: int, teacher_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Return ids that are safe to read, and 0, or NaN where an id was no class, `[C]` each.
+
+    Raise unless these are ids of the teacher's classes, one for each class of the student.
+    """
+    checks.integer("teacher_classes", classes)
+    checks.device("teacher_classes", classes, rows, name)
+    meaning = "the classes of the student"
+    checks.shape("teacher_classes", classes, (student_classes,), meaning)
+    checks.labels("teacher_classes", classes, teacher_classes, checks.NOTHING_IGNORED)
+    ids = classes.long()
+    safe = ids.clamp(0, teacher_classes - 1)
+    return safe, torch.where(ids == safe, 0.0, torch.nan)

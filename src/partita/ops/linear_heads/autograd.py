@@ -46,7 +46,7 @@ from .products import composed_linear
 from .reference import KERNELS, gradient_coefficients
 
 
-def _check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
+def check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, len(weight), ignore_index)
 
@@ -72,30 +72,25 @@ def _rows_fake(
     return *statistics, saved_logits_fake(input, weight, invariant, widens, save_logits)
 
 
-def one_pass_fake(has_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the fake of an op that returns a loss, of all rows or of each, and its gradients."""
-
-    def fake(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        low_rank_input: Tensor | None,
-        low_rank_weight: Tensor | None,
-        input_grad: bool,
-        weight_grad: bool,
-        bias_grad: bool,
-        low_rank_input_grad: bool,
-        low_rank_weight_grad: bool,
-    ) -> tuple[Tensor, ...]:
-        rows = (input.shape[0],) if has_rows else ()
-        loss = input.new_empty(rows, dtype=acc_dtype(input.dtype))
-        of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
-        wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
-        dtype = loss.dtype if input.dtype == torch.float16 else None  # see `linear_one_pass`
-        head = Head(input, weight, bias, low_rank_input, low_rank_weight)
-        return loss, *gradients_like(head, wanted, dtype)
-
-    return fake
+def one_pass_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+    low_rank_input_grad: bool,
+    low_rank_weight_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Return memory for a loss, `[]`, and for its gradients."""
+    loss = input.new_empty((), dtype=acc_dtype(input.dtype))
+    of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
+    wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
+    dtype = loss.dtype if input.dtype == torch.float16 else None  # see `linear_one_pass`
+    head = Head(input, weight, bias, low_rank_input, low_rank_weight)
+    return loss, *gradients_like(head, wanted, dtype)
 
 
 def _gpu() -> tuple[Any, ...]:
@@ -106,16 +101,16 @@ def _gpu() -> tuple[Any, ...]:
 
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
-rows = define_op(KERNELS.linear_rows, _rows_fake, check=_check_labels)
+rows = define_op(KERNELS.linear_rows, _rows_fake, check=check_labels)
 rows_backward = define_op(KERNELS.linear_rows_backward, empty_gradients)
-one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake(has_rows=False), check=_check_labels)
+one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake, check=check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.
 packed_one_pass = define_op(
     KERNELS.linear_one_pass,
-    one_pass_fake(has_rows=False),
+    one_pass_fake,
     name="linear_packed_one_pass",
-    check=_check_labels,
+    check=check_labels,
 )
 entry_logits = define_op(
     reference_support.linear_entries,

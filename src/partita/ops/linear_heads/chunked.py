@@ -18,7 +18,15 @@ from torch import Tensor
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions
-from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
+from ..divergence.common import (
+    DivergenceKernels,
+    DivergenceRows,
+    DivergenceState,
+    TermOptions,
+    counts,
+    empty_rows,
+    empty_state,
+)
 from ..logprobs.common import (
     EntryKernels,
     TopKRows,
@@ -55,7 +63,7 @@ from .common import (
 from .plan import CPU_CHUNK_TOKENS, FP16_FACTOR, FP16_SCALE, MIN_CHUNK_TOKENS, padded_width
 from .products import multiply, multiply_blocks
 
-Numbers = tuple[float, float, float]  # beta, temperature, and the soft-cap or 0
+Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 
 def empty_gradients(
@@ -539,27 +547,31 @@ class HeadKernels(NamedTuple):
     def accumulate_rows(
         self,
         pairs: Sequence[tuple[Any, ...]],
+        target: Tensor | None,
         state: DivergenceState,
-        numbers: Numbers,
+        classes: int,
+        options: TermOptions,
     ) -> None:
-        """Compute the divergences of rows from their logits, which come in parts of the classes."""
-        for first, logits, teacher_logits in pairs:
-            self.divergence.accumulate(logits, teacher_logits, state, first, *numbers)
-        if 0 < numbers[0] < 1:
-            for first, logits, teacher_logits in pairs:
-                self.divergence.accumulate_mixture(logits, teacher_logits, state, first, *numbers)
+        """Compute the terms of rows from their logits, which come in parts of the classes."""
+        for first, *logits in pairs:
+            self.divergence.accumulate(*logits, target, state, first, classes, options)
+        if options.is_mixed:
+            for first, *logits in pairs:
+                self.divergence.accumulate_mixture(*logits, state, first, options)
 
     def accumulate_all(
         self,
         heads: tuple[Head, Head],
-        numbers: Numbers,
+        target: Tensor | None,
+        options: TermOptions,
         tokens: int,
         saved: int,
-    ) -> tuple[DivergenceState, tuple[Tensor, Tensor]]:
-        """Return the state of all rows, and the logits of the last `saved` classes."""
+    ) -> tuple[DivergenceRows, Buffers]:
+        """Return the terms of all rows, and the logits of the last `saved` classes."""
         heads = heads[0].rounded, heads[1]
         (M, _), C = heads[0].input.shape, len(heads[0].weight)
-        state = self.divergence.new_state(heads[0].input)
+        found = empty_rows(heads[0].input, options)
+        state = empty_state(found, options)
         of_saved = heads[0].buffer(M, saved), heads[1].buffer(M, saved)
         of_others = [head.buffer(min(tokens, M), C - saved) for head in heads]
         for rows in chunks(M, tokens):
@@ -571,8 +583,9 @@ class HeadKernels(NamedTuple):
                 for part, buffers in parts
                 if part.start < part.stop
             ]
-            self.accumulate_rows(pairs, state.part(rows), numbers)
-        return state, of_saved
+            labels = None if target is None else target[rows]
+            self.accumulate_rows(pairs, labels, state.part(rows), C, options)
+        return found, of_saved
 
     def linear_divergence(
         self,
@@ -580,21 +593,19 @@ class HeadKernels(NamedTuple):
         teacher_input: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        target: Tensor | None,
+        options: TermOptions,
         tokens: int,
         save_logits: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the `DivergenceRows` of two heads, and their logits if they are saved.
 
         The logits of `tokens` tokens exist at once, those of all tokens if they are saved.
         """
         heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
-        numbers = (beta, temperature, softcap)
         saved = len(head.weight) if save_logits else 0
-        state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
-        return *state.rows, *buffers
+        found, buffers = self.accumulate_all(heads, target, options, tokens, saved)
+        return *found, *buffers
 
     def linear_divergence_backward(
         self,
@@ -603,35 +614,29 @@ class HeadKernels(NamedTuple):
         teacher_input: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
-        student: Tensor,
-        maximum: Tensor,
-        sumexp: Tensor,
-        teacher_maximum: Tensor,
-        teacher_sumexp: Tensor,
+        target: Tensor | None,
+        rows: DivergenceRows,
         saved: Tensor,
         teacher_saved: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        options: TermOptions,
         chunk: int,
         wanted: Wanted,
     ) -> HeadGradients:
-        """Compute the `HeadGradients` from the gradient of the rows' divergences.
+        """Compute the `HeadGradients` from the gradient of the packed terms of rows.
 
         Saved logits, those of the last classes, are overwritten. Others are computed again.
         """
         heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
-        statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-        of_all = DivergenceRows(grad, *(field.contiguous() for field in statistics))
-        numbers = (beta, temperature, softcap)
+        of_all = DivergenceRows(*(field.contiguous() for field in rows))
         grad, sizes = grad.contiguous(), (tokens_of_backward(head, saved), chunk)
 
-        def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-            of_rows = DivergenceRows(*(field[rows] for field in of_all))
-            self.divergence.gradient(grad[rows], *logits, of_rows, *numbers, result)
+        def write_gradient(rows: slice, part: slice, result: Tensor, *logits: Tensor) -> None:
+            of_rows = (None if target is None else target[rows], of_all.part(rows))
+            place = (part.start, len(head.weight), options, result)
+            self.divergence.gradient(grad[rows], *logits, *of_rows, *place)
 
-        rest = (lambda rows: grad[rows] != 0, write_gradient, *sizes, (saved, teacher_saved))
-        return self.gradients(heads, wanted, *rest)
+        rest = (lambda rows: counts(grad[rows]), write_gradient, *sizes)
+        return self.gradients(heads, wanted, *rest, (saved, teacher_saved))
 
     def linear_divergence_one_pass(
         self,
@@ -639,45 +644,61 @@ class HeadKernels(NamedTuple):
         teacher_input: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
+        target: Tensor | None,
         factors: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        options: TermOptions,
         tokens: int,
         saved: int,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the divergence of each row, and the `HeadGradients` of their sum with the factors.
+    ) -> tuple[
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+    ]:
+        """Return the `DivergenceRows`, and the `HeadGradients` of the sum of terms times factors.
 
         Args:
-            factors: the factor of each row, `[M]`.
+            factors: the factors of each row, packed as the terms.
             tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix
                 products: its logits under both heads, and two from the gradient.
             The others: as in `linear_divergence_backward`.
         """
         heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
-        numbers, is_fp16 = (beta, temperature, softcap), head.input.dtype == torch.float16
+        is_fp16 = head.input.dtype == torch.float16
         if is_fp16:
             largest = factors.amax() if len(factors) else factors.new_ones(())
             scale = FP16_FACTOR / largest.clamp(min=1e-30)
             factors = factors * scale
         if chunk:
-            state, buffers = self.accumulate_all(heads, numbers, tokens, saved)
-            tensors = (factors, head, *heads[1][:3], *state.rows[1:], *buffers)
-            gradients = self.linear_divergence_backward(*tensors, *numbers, chunk, wanted)
+            found, buffers = self.accumulate_all(heads, target, options, tokens, saved)
+            tensors = (*heads[1][:3], target, found, *buffers)
+            gradients = self.linear_divergence_backward(
+                factors, head, *tensors, options, chunk, wanted
+            )
         else:
-            state = self.divergence.new_state(head.input)
+            found = empty_rows(head.input, options)
+            state, classes = empty_state(found, options), len(head.weight)
 
             def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-                part = state.part(rows)
-                self.accumulate_rows([(0, *logits)], part, numbers)
-                self.divergence.gradient(factors[rows], *logits, part.rows, *numbers, result)
+                part, labels = state.part(rows), None if target is None else target[rows]
+                self.accumulate_rows([(0, *logits)], labels, part, classes, options)
+                of_rows = (labels, part.rows, 0, classes, options, result)
+                self.divergence.gradient(factors[rows], *logits, *of_rows)
 
             gradients = self.gradients(
                 heads,
                 wanted,
-                lambda rows: factors[rows] != 0,
+                lambda rows: counts(factors[rows]),
                 write_gradient,
                 tokens_at_once(head, tokens),
                 len(head.weight),
@@ -685,4 +706,4 @@ class HeadKernels(NamedTuple):
             )
         if is_fp16:
             gradients = HeadGradients(*(each.to(scale.dtype).div_(scale) for each in gradients))
-        return state.rows.loss, *gradients
+        return *found, *gradients

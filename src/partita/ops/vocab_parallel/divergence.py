@@ -23,7 +23,12 @@ from ..divergence.autograd import (
     divergence_mixture_op,
     divergence_state_op,
 )
-from ..divergence.common import DivergenceRows, check_options, in_common_precision, reduced
+from ..divergence.common import (
+    check_options,
+    divergence_options,
+    in_common_precision,
+    reduced,
+)
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
 from ..linear_heads.low_rank import LowRank, with_low_rank
@@ -52,8 +57,8 @@ __all__ = ["divergence", "linear_divergence", "linear_logprobs", "logprobs"]
 NO_LABEL = -1
 
 
-def merged_rows(gathered: Tensor, beta: float, temperature: float) -> DivergenceRows:
-    """Return the divergences of rows from the packed states of all ranks, `[ranks, 5, M]`."""
+def merged_rows(gathered: Tensor, beta: float, temperature: float) -> tuple[Tensor, ...]:
+    """Return the `DivergenceRows` from the states of all ranks, `[ranks, 5, M]`."""
     maximum, sumexp, teacher_maximum, teacher_sumexp, weighted = gathered.double().unbind(1)
     first, second = (maximum, sumexp), (teacher_maximum, teacher_sumexp)
     if beta == 0:
@@ -70,14 +75,15 @@ def merged_rows(gathered: Tensor, beta: float, temperature: float) -> Divergence
     kl = total / sums[0] / temperature + (sums[1] / sums[0]).log()
     pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
     student, teacher = pairs if beta else pairs[::-1]
-    fields = (kl, kl.clone() if beta else torch.zeros_like(kl), *student, *teacher)
-    return DivergenceRows(*(field.to(gathered.dtype) for field in fields))
+    fields = (field.to(gathered.dtype) for field in (kl, *student, *teacher))
+    nothing = gathered.new_empty(len(kl), 0)
+    return *fields, nothing, nothing.long()
 
 
 class ParallelDivergence(torch.autograd.Function):
     """The `DivergenceRows` of rows `[M, C_local]`, from the classes of all ranks.
 
-    The loss is differentiable in this rank's logits of the student.
+    The divergence is differentiable in this rank's logits of the student.
     """
 
     @staticmethod
@@ -90,28 +96,30 @@ class ParallelDivergence(torch.autograd.Function):
         shard: VocabShard,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        numbers = (beta, temperature, softcap)
-        state = divergence_state_op(logits, teacher_logits, *numbers, backend)
-        rows = merged_rows(gather_ranks(state, shard), beta, temperature)
+        options = (*divergence_options(beta, temperature, softcap), backend)
+        state = divergence_state_op(logits, teacher_logits, *options)
+        terms, *sums, means, argmax = merged_rows(gather_ranks(state, shard), beta, temperature)
         if 0 < beta < 1:
-            terms = divergence_mixture_op(logits, teacher_logits, *rows[2:], *numbers, backend)
-            loss, student = sum_in_rank_order(gather_ranks(terms, shard)).unbind(0)
-            rows = rows._replace(loss=loss.clone(), student=student.clone())
-        return rows
+            found = divergence_mixture_op(logits, teacher_logits, *sums, *options)
+            both = sum_in_rank_order(gather_ranks(found, shard))
+            terms, means = both[0].clone(), both[1].clone()
+        return terms, *sums, means, argmax
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, teacher_logits, *ctx.numbers, _, ctx.backend = inputs
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(logits, teacher_logits, *output[1:])
+        ctx.save_for_backward(logits, teacher_logits, *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        tensors = (grads[0], *ctx.saved_tensors)
-        if not tensors[1].shape[1]:
-            return torch.empty_like(tensors[1]), None, None, None, None, None, None
-        dlogits = divergence_local_gradient_op(*tensors, *ctx.numbers, ctx.backend)
+        logits, teacher_logits, *rows = ctx.saved_tensors
+        if not logits.shape[1]:
+            return torch.empty_like(logits), None, None, None, None, None, None
+        options = (*divergence_options(*ctx.numbers), ctx.backend)
+        pair = (logits, teacher_logits, None)
+        dlogits = divergence_local_gradient_op(grads[0], *pair, *rows, *options)
         return dlogits, None, None, None, None, None, None
 
 

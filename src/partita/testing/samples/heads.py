@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from ...ops.linear_heads.api import linear_cross_entropy, linear_token_stats
-from ...ops.linear_heads.divergence import linear_divergence, linear_topk_divergence
+from ...ops.linear_heads.divergence import (
+    linear_distillation_loss,
+    linear_divergence,
+    linear_topk_divergence,
+)
 from ...ops.linear_heads.logprobs import linear_logprobs, linear_topk_logprobs
 from ...ops.linear_heads.plan import low_rank_bytes
 from ...ops.linear_heads.support import linear_support_stats
@@ -18,11 +22,13 @@ from ...ops.linear_heads.truncated import linear_truncated_stats
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes, together
 from .rows import (
+    DISTILLATION,
     IGNORED,
     LOG_PROBABILITY,
     PROBABILITY_GRADIENT,
     RULES,
     SOFT,
+    TERMS,
     all_options,
     best_classes,
     best_few,
@@ -32,6 +38,8 @@ from .rows import (
     probabilities,
     some_classes,
     support,
+    teacher_classes,
+    without_terms,
 )
 
 HIDDEN = {"rows": 6, "classes": 300, "hidden": 5}
@@ -216,6 +224,21 @@ SOFT_LINEAR: dict[str, Any] = {
 }
 
 
+LINEAR_DISTILLATION: dict[str, Any] = {
+    **DISTILLATION,
+    "lean": _lean_heads,
+    "hard and kl, lean": together({"weights": {"hard": 0.5, "kl": 0.5}}, _lean_heads),
+    "mean, fast": {"reduction": "mean", **FAST},
+    "bias, mean, lean": together(_bias, {"reduction": "mean"}, _lean_heads),
+    "teacher's classes, fast": together(teacher_classes, FAST),
+    "fp32 logits, mean, fast": together(_wide, {"reduction": "mean"}, FAST),
+}
+
+
+def _linear_distillation(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_heads(draw, sizes), **labels(draw, sizes), "weights": TERMS}
+
+
 def _linear_topk_divergence(draw: Draw, sizes: Sizes) -> Inputs:
     teacher = best_classes(draw.beside(sizes["rows"], sizes["classes"], grad=False))
     rest = {"teacher": teacher, "mask": draw.counts(sizes["rows"]), "reduction": "none"}
@@ -295,6 +318,15 @@ CALLS = (
         batch={"input": 0, "low_rank_input": 0, "teacher_input": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "input", "low_rank_input", "teacher_input"),
         in_torch=in_torch.linear_divergence,
+    ),
+    _divergences(
+        "linear_distillation_loss",
+        linear_distillation_loss,
+        _linear_distillation,
+        options=LINEAR_DISTILLATION,
+        batch={"input": 0, "teacher_input": 0, "target": 0, "mask": 0},
+        uncounted=lambda inputs: without_terms(inputs, "input"),
+        in_torch=in_torch.linear_distillation,
     ),
     _divergences(
         "linear_topk_divergence",

@@ -239,6 +239,45 @@ def divergence(
     return counted(mixed(logq, logp, beta), mask, reduction)
 
 
+def distillation(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor | None = None,
+    *,
+    weights: dict[str, Any],
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    softcap: float | None = None,
+    teacher_classes: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> list[Tensor]:
+    """Return the loss, and under `none` the terms that have a weight."""
+    t = teacher_logits if teacher_classes is None else teacher_logits[..., teacher_classes]
+    x = logits.to(torch.promote_types(logits.dtype, t.dtype))
+    counts = None if target is None else target != -100
+    scale = temperature**2 if scale_by_temperature_squared else 1.0
+    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+    if "hard" in weights:
+        assert target is not None and counts is not None
+        labels = torch.where(counts, target, 0).long().unsqueeze(-1)
+        plain = capped(x, softcap)
+        found["hard"] = logsumexp(plain, -1) - plain.gather(-1, labels).squeeze(-1), counts
+    counts = counts if mask is None else mask
+    at: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
+    for name, b in (("kl", 0.0), ("reverse_kl", 1.0), ("jsd", beta)):
+        if name in weights:
+            found[name] = scale * divergence(x, t, beta=b, reduction="none", **at), counts
+    if "tv" in weights:
+        p, q = (capped(y, softcap, temperature).softmax(-1) for y in (x, t.detach().to(x.dtype)))
+        found["tv"] = scale * (p - q).abs().sum(-1) / 2, counts
+    terms = [counted(*each, reduction) for each in found.values()]
+    weighted = [(weights[name] * rows, which) for name, (rows, which) in found.items()]
+    loss: Any = sum(counted(*each, reduction) for each in weighted)
+    return [loss, *terms] if reduction == "none" else [loss]
+
+
 def topk_divergence(
     logits: Tensor,
     teacher: TopK,
@@ -288,6 +327,18 @@ def linear_divergence(
 ) -> Tensor:
     teacher = F.linear(teacher_input, teacher_weight, teacher_bias)
     found: Tensor = from_hidden(divergence)(teacher_logits=teacher, **student)
+    return found
+
+
+def linear_distillation(
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    teacher_bias: Tensor | None = None,
+    **student: Any,
+) -> list[Tensor]:
+    teacher = F.linear(teacher_input, teacher_weight, teacher_bias)
+    found: list[Tensor] = from_hidden(distillation)(teacher_logits=teacher, **student)
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.cross_entropy.api import cross_entropy, token_stats
-from ...ops.divergence.api import divergence, topk_divergence
+from ...ops.divergence.api import distillation_loss, divergence, topk_divergence
 from ...ops.logprobs.api import logprobs, topk_logprobs
 from ...ops.logprobs.common import TopK
 from ...ops.softmax.api import log_softmax, logsumexp, softmax
@@ -222,6 +222,48 @@ def _divergence(draw: Draw, sizes: Sizes) -> Inputs:
     }
 
 
+TERMS = {"hard": 0.3, "kl": 0.2, "reverse_kl": 0.7, "jsd": 0.4, "tv": 0.6}
+
+
+def weights_of_rows(draw: Draw, sizes: Sizes) -> Inputs:
+    weight = draw.positive(sizes["rows"])
+    return {"weights": {"hard": weight, "kl": 1 - weight.clamp(max=1)}, "mask": None}
+
+
+DISTILLATION: dict[str, Any] = {
+    "hard and kl, mean": {"weights": {"hard": 0.5, "kl": 0.5}, "reduction": "mean"},
+    "all options": {
+        "beta": 0.3,
+        "temperature": 1.7,
+        "scale_by_temperature_squared": True,
+        "softcap": 5.0,
+    },
+    "sum": {"reduction": "sum"},
+    "rows' weights, mean": together(weights_of_rows, {"reduction": "mean"}),
+    "no target": {"target": None, "weights": {"reverse_kl": 1.0, "tv": 1.0}},
+}
+
+
+def teacher_classes(draw: Draw, sizes: Sizes) -> Inputs:
+    """Return a student's part of the teacher's classes: a permutation of all of them."""
+    order = torch.randperm(sizes["classes"], generator=draw.generator(sizes["classes"], 11))
+    return {"teacher_classes": order.to(draw.device), "reduction": "mean"}
+
+
+def without_terms(inputs: Inputs, *names: str) -> dict[str, Tensor]:
+    """Return the rows of these inputs that have no term."""
+    target, mask = inputs["target"], inputs["mask"]
+    if target is None:
+        return masked_rows(inputs, *names)
+    unused = target == IGNORED
+    unused = unused if mask is None else unused & ~mask
+    return {name: unused.unsqueeze(-1).expand_as(inputs[name]) for name in names}
+
+
+def _distillation(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_divergence(draw, sizes), **labels(draw, sizes), "weights": TERMS}
+
+
 def best_classes(logits: Tensor, k: int = 3) -> TopK:
     """Return the best classes of each row, and the log-sum-exp of all."""
     x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
@@ -359,6 +401,17 @@ CALLS = (
         batch={"logits": 0, "teacher_logits": 0, "mask": 0},
         uncounted=lambda inputs: masked_rows(inputs, "logits", "teacher_logits"),
         in_torch=in_torch.divergence,
+    ),
+    _divergences(
+        "distillation_loss",
+        distillation_loss,
+        _distillation,
+        options={**DISTILLATION, "teacher's classes": teacher_classes},
+        mixtures=(*BESIDE, (torch.float64, torch.float32)),
+        batch={"logits": 0, "teacher_logits": 0, "target": 0, "mask": 0},
+        rows=(),  # as many results as there are terms
+        uncounted=lambda inputs: without_terms(inputs, "logits"),
+        in_torch=in_torch.distillation,
     ),
     _divergences(
         "topk_divergence",

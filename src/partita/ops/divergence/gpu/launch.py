@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ....primitives.gpu.row_plan import (
     LaneTile,
+    StridedRows,
     lane_tile,
     matrix_rows,
     segments_of,
@@ -28,6 +30,11 @@ from ..common import (
     DivergenceKernels,
     DivergenceRows,
     DivergenceState,
+    TermOptions,
+    columns,
+    divergence_options,
+    empty_rows,
+    empty_state,
 )
 from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
@@ -40,8 +47,10 @@ from .plan import (
     one_pass_plan,
 )
 from .rows import (
+    PairShare,
     PairStatistics,
     RowSplit,
+    Scan,
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
     divergence_mixture_kernel,
@@ -53,6 +62,8 @@ BLOCK = 2048
 MIXTURE_BLOCK = 1024
 GRADIENT_BLOCK = 4096
 ROW_BYTES = 16  # what one thread loads of a row at once
+# Launches know such an option by its identity.
+SCANS = {flags: Scan(*flags) for flags in itertools.product((False, True), repeat=4)}
 
 
 def _options(tile: LaneTile, softcap: float) -> dict[str, Any]:
@@ -60,50 +71,84 @@ def _options(tile: LaneTile, softcap: float) -> dict[str, Any]:
     return {"HAS_SOFTCAP": softcap != 0, "TILE": tile, "num_warps": tile.num_warps}
 
 
-def _kind(beta: float) -> int:
-    """Return which divergence a kernel computes; see `REVERSE` and `MIXTURE` in rows.py."""
-    return 0 if beta == 0 else 1 if beta == 1 else 2
+def _shared(
+    x: StridedRows, t: StridedRows, rows: DivergenceRows, first: int, options: TermOptions
+) -> dict[str, Any]:
+    """Return the arguments that the kernels of some classes of both rows share."""
+    return {
+        "logits": x,
+        "teacher": t,
+        "terms": columns(rows.terms, options.terms),
+        "statistics": PairStatistics(*rows[1:5]),
+        "means": columns(rows.means, options.means),
+        "first": first,
+        "temperature": options.temperature,
+        "softcap": options.softcap,
+        "NUM_TERMS": sum(options.terms),
+        "NUM_MEANS": sum(options.means),
+    }
+
+
+def _scan_tile(
+    x: StridedRows, t: StridedRows, classes: int, block: int, options: TermOptions
+) -> LaneTile:
+    """Return the tile of a scan of both rows.
+
+    Where the compiler loads the vectors, their addresses take the registers of half of a block,
+    which the sums of several terms need.
+    """
+    tile = lane_tile(classes, block, 4, x, t)
+    if tile.access or sum(options.terms) == 1:
+        return tile
+    return lane_tile(classes, block // 2, 4, x, t)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def new_state(like: Tensor) -> DivergenceState:
-    """Return memory for the state of the rows, which the first classes write without reading."""
-    fields = [like.new_empty(len(like), dtype=acc_dtype(like.dtype)) for _ in range(7)]
-    return DivergenceState(DivergenceRows(*fields[:6]), fields[6])
+def _flat(field: Tensor, logits: Tensor) -> Tensor:
+    """Return a field of rows of logits, `[..., C]`, as contiguous `[M]` or `[M, N]`."""
+    if logits.ndim == 2 and field.is_contiguous():  # which saves the host time of two calls
+        return field
+    shape, more = logits.shape[:-1], field.shape[logits.ndim - 1 :]
+    return field.reshape(shape.numel(), *more).contiguous()
+
+
+def _flat_rows(rows: DivergenceRows, logits: Tensor) -> DivergenceRows:
+    return DivergenceRows(*(_flat(field, logits) for field in rows))
+
+
+def _labels(target: Tensor | None) -> Tensor | None:
+    return None if target is None else target.reshape(-1).long().contiguous()
 
 
 def accumulate(
     logits: Tensor,
     teacher_logits: Tensor,
+    target: Tensor | None,
     state: DivergenceState,
     first: int,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    classes: int,
+    options: TermOptions,
 ) -> None:
     """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
     rows, x, t = state.rows, matrix_rows(logits), matrix_rows(teacher_logits)
-    tile, classes = lane_tile(logits.shape[1], BLOCK, 4, x, t), logits.shape[1]
-    segments = segments_of(tile, x, len(logits), classes, 5)
+    tile, width = _scan_tile(x, t, logits.shape[1], BLOCK, options), logits.shape[1]
+    segments = segments_of(tile, x, len(logits), width, len(PairShare._fields))
     launch(
         divergence_accumulate_kernel,
         len(logits) * segments.programs,
-        logits=x,
-        teacher=t,
-        kl_ptr=rows.loss,
-        student_ptr=rows.student,
-        statistics=PairStatistics(*rows[2:]),
-        weighted_ptr=state.weighted,
+        target_ptr=target,
+        sums=state.sums,
+        argmax_ptr=rows.argmax,
         segments=segments,
-        classes=classes,
-        num_seen=first,
-        temperature=temperature,
-        softcap=softcap,
-        KIND=0 if beta == 0 else 1,
-        **_options(tile, softcap),
+        classes=width,
+        vocabulary=classes,
+        ignore_index=options.ignore_index,
+        SCAN=SCANS[options.kl, options.reverse_kl, options.means.plain, options.best],
+        **_shared(x, t, rows, first, options),
+        **_options(tile, options.softcap),
     )
 
 
@@ -112,29 +157,20 @@ def accumulate_mixture(
     teacher_logits: Tensor,
     state: DivergenceState,
     first: int,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    options: TermOptions,
 ) -> None:
-    """Add these classes to the divergences from the mixture, of rows with known statistics."""
-    x, t = matrix_rows(logits), matrix_rows(teacher_logits)
-    tile, classes = lane_tile(logits.shape[1], MIXTURE_BLOCK, 4, x, t), logits.shape[1]
-    segments = segments_of(tile, x, len(logits), classes, 2)
+    """Add these classes to the terms and means that need the normalisers of both rows."""
+    rows, x, t = state.rows, matrix_rows(logits), matrix_rows(teacher_logits)
+    tile, width = _scan_tile(x, t, logits.shape[1], MIXTURE_BLOCK, options), logits.shape[1]
+    segments = segments_of(tile, x, len(logits), width, 4 if options.tv else 2)
     launch(
         divergence_mixture_kernel,
         len(logits) * segments.programs,
-        logits=x,
-        teacher=t,
-        loss_ptr=state.rows.loss,
-        student_ptr=state.rows.student,
-        statistics=PairStatistics(*state.rows[2:]),
         segments=segments,
-        classes=classes,
-        num_seen=first,
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        **_options(tile, softcap),
+        classes=width,
+        beta=options.beta,
+        **_shared(x, t, rows, first, options),
+        **_options(tile, options.softcap),
     )
 
 
@@ -142,72 +178,65 @@ def write_gradient(
     grad: Tensor,
     logits: Tensor,
     teacher_logits: Tensor,
+    target: Tensor | None,
     rows: DivergenceRows,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    first: int,
+    classes: int,
+    options: TermOptions,
     result: Tensor,
 ) -> None:
-    """Write the gradient of the student's logits, `[M, C]`; `result` may be the logits."""
-    block = GRADIENT_BLOCK // 2 if 0 < beta < 1 else GRADIENT_BLOCK
+    """Write the gradient of the classes from `first` on, `[M, C]`; `result` may be the logits."""
+    block = GRADIENT_BLOCK // 2 if options.is_mixed else GRADIENT_BLOCK
     tile = stored_tile(block, 4, logits, teacher_logits, result)
     launch(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], tile.block),
-        grad_ptr=grad,
-        logits=matrix_rows(logits),
-        teacher=matrix_rows(teacher_logits),
-        student_ptr=rows.student,
-        statistics=PairStatistics(*rows[2:]),
+        grads=columns(grad, options.terms),
+        target_ptr=target,
         dlogits=matrix_rows(result),
         classes=logits.shape[1],
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        KIND=_kind(beta),
-        **_options(tile, softcap),
+        vocabulary=classes,
+        beta=options.beta,
+        ignore_index=options.ignore_index,
+        **_shared(matrix_rows(logits), matrix_rows(teacher_logits), rows, first, options),
+        **_options(tile, options.softcap),
     )
 
 
-DIVERGENCE_KERNELS = DivergenceKernels(new_state, accumulate, accumulate_mixture, write_gradient)
+DIVERGENCE_KERNELS = DivergenceKernels(accumulate, accumulate_mixture, write_gradient)
 
 
 def divergence(
-    logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
+    logits: Tensor, teacher_logits: Tensor, target: Tensor | None, options: TermOptions
 ) -> DivergenceRows:
-    """Compute the divergence of each row, with a second read for a beta between 0 and 1."""
-    x, t = _rows(logits), _rows(teacher_logits)
-    dtype, rows = acc_dtype(logits.dtype), logits.shape[:-1]
-    fields = DivergenceRows(*(logits.new_empty(rows, dtype=dtype) for _ in range(6)))
-    state = DivergenceState(fields, logits.new_empty(rows, dtype=dtype))
-    numbers = (beta, temperature, softcap)
-    accumulate(x, t, state, 0, *numbers)
-    if 0 < beta < 1:
-        accumulate_mixture(x, t, state, 0, *numbers)
-    return fields
+    """Compute the terms of each row, with a second read for those of a mixture."""
+    x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
+    found = empty_rows(logits, options)
+    flat = _flat_rows(found, logits)
+    state = empty_state(flat, options)
+    accumulate(x, t, labels, state, 0, x.shape[1], options)
+    if options.is_mixed:
+        accumulate_mixture(x, t, state, 0, options)
+    return found
 
 
 def divergence_backward(
     grad: Tensor,
     logits: Tensor,
     teacher_logits: Tensor,
-    student: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
-    teacher_maximum: Tensor,
-    teacher_sumexp: Tensor,
-    beta: float,
-    temperature: float,
-    softcap: float,
+    target: Tensor | None,
+    rows: DivergenceRows,
+    options: TermOptions,
 ) -> Tensor:
     """Compute the gradient of the student's logits from the statistics of the rows."""
-    x, t = _rows(logits), _rows(teacher_logits)
-    statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
-    rows = DivergenceRows(grad, *(row.contiguous() for row in statistics))
+    x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
     dlogits = x.new_empty(x.shape)
-    numbers = (beta, temperature, softcap)
-    write_gradient(grad.contiguous(), x, t, rows, *numbers, dlogits)
+    place = (0, x.shape[1], options, dlogits)
+    write_gradient(_flat(grad, logits), x, t, labels, _flat_rows(rows, logits), *place)
     return laid_out_like(dlogits.view(logits.shape), logits)
+
+
+divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks
 
 
 def divergence_one_pass(
@@ -224,18 +253,19 @@ def divergence_one_pass(
     dlogits, target = x.new_empty(x.shape), target_of(x.device)
     if row_factor is not None:
         row_factor = row_factor.contiguous()
+    term = divergence_options(beta, temperature, softcap)
     plan: MixturePlan | OnePassPlan | None = _mixture_plan(x, t, beta)
     if plan is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
         plan = one_pass_plan(x.shape[1], x.element_size(), target)
     if plan is None:
-        fields = divergence(logits, teacher_logits, beta, temperature, softcap)
-        loss = fields.loss
+        fields = divergence(logits, teacher_logits, None, term)
+        loss = fields.terms
         if row_factor is None:
             row_factor = torch.full_like(loss, factor)
         else:
             loss = torch.where(row_factor == 0, 0, loss)
-        numbers = (beta, temperature, softcap)
-        write_gradient(row_factor, x, t, fields, *numbers, dlogits)
+        flat, width = _flat_rows(fields, logits), x.shape[1]
+        write_gradient(_flat(row_factor, logits), x, t, None, flat, 0, width, term, dlogits)
         return loss, laid_out_like(dlogits.view(logits.shape), logits)
     kernel: Any = divergence_mixture_row_kernel
     block_splits = next_power_of_2(plan.splits)
@@ -253,7 +283,8 @@ def divergence_one_pass(
         kernel, sizes = divergence_row_kernel, (plan.block, plan.num_warps)
         options = {
             "BLOCK_SPLITS": block_splits if plan.splits > 1 else 0,
-            "KIND": _kind(beta),
+            "KIND": 0 if term.kl else 1 if term.reverse_kl else 2,  # see `FORWARD` in rows.py
+            "SCAN": SCANS[term.kl, term.reverse_kl, False, False],
             "FAST": target.runs_ptx and x.element_size() == 2,
             "TILE": lane_tile(x.shape[1], *sizes, matrix_rows(x), matrix_rows(t)),
             "STORED": stored_tile(*sizes, x, t, dlogits),
@@ -293,6 +324,3 @@ def _mixture_plan(x: Tensor, t: Tensor, beta: float) -> MixturePlan | None:
     if x.shape[1] % (ROW_BYTES // x.element_size()):
         return None
     return mixture_plan(x.shape[1])
-
-
-divergence_local_gradient = divergence_backward  # whose statistics are those of all ranks

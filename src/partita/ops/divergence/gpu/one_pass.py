@@ -17,6 +17,7 @@ from .rows import (
     MIXTURE,
     NOTHING,
     READ_LAST,
+    REVERSE,
     PairPart,
     PairShare,
     divergence_of_share,
@@ -70,6 +71,7 @@ def divergence_row_kernel(
     temperature: tl.float64,
     softcap: tl.float64,
     KIND: tl.constexpr,
+    SCAN: tl.constexpr,  # Scan
     HAS_SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,  # at least `splits`, or 0 where a program has the whole row
@@ -107,36 +109,41 @@ def divergence_row_kernel(
         # The first scan takes the shifts from the first vector of each lane, and assumes that no
         # logit is infinite. A careful one follows where a lane has no shift, or where sums are NaN
         # or might overflow.
-        share = scan_part(part, False, KIND, TILE, tl.float32)
+        share = scan_part(part, False, SCAN, TILE, tl.float32)
         is_plain = (share.total < LARGEST) & (share.t_total < LARGEST)
         is_plain &= (share.maximum > -float("inf")) & (share.t_maximum > -float("inf"))
-        is_plain &= share.weighted == share.weighted
+        weighted = share.reverse if KIND == REVERSE else share.forward
+        is_plain &= weighted == weighted
         if tl.min(is_plain.to(tl.int32)) == 0:
-            share = scan_part(part, True, KIND, TILE, tl.float32)
-        share = merged_shares(share, part, KIND)
+            share = scan_part(part, True, SCAN, TILE, tl.float32)
+        share = merged_shares(share, part, SCAN)
         if SHARED:
             valid = tl.arange(0, BLOCK_SPLITS) < splits
             store_pair(slots_ptr, split, share.maximum, share.total)
             store_pair(slots_ptr + splits, split, share.t_maximum, share.t_total)
             if KIND != MIXTURE:
-                store_pair(slots_ptr + 2 * splits, split, share.weighted, share.weighted)
+                weighted = share.reverse if KIND == REVERSE else share.forward
+                store_pair(slots_ptr + 2 * splits, split, weighted, weighted)
             maxima, totals = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
             t_maxima, t_totals = collect_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
-            weighted = tl.zeros([BLOCK_SPLITS], tl.float32)
+            sums = tl.zeros([BLOCK_SPLITS], tl.float32)
             if KIND != MIXTURE:
-                weighted, _ = collect_pairs(slots_ptr + 2 * splits, splits, BLOCK_SPLITS)
+                sums, _ = collect_pairs(slots_ptr + 2 * splits, splits, BLOCK_SPLITS)
             parts = PairShare(
                 tl.where(valid, maxima, -float("inf")),
                 tl.where(valid, totals, 0.0),
                 tl.where(valid, t_maxima, -float("inf")),
                 tl.where(valid, t_totals, 0.0),
-                tl.where(valid, weighted, 0.0),
+                tl.where(valid, sums, 0.0),
+                tl.where(valid, sums, 0.0),
+                0.0,
+                0,
             )
-            share = merged_shares(parts, part, KIND)
+            share = merged_shares(parts, part, SCAN)
         of_student = 0.0
         unmasked = unmasked_end(part, TILE.block)
         if KIND == MIXTURE:
-            of_student, of_teacher = mixture_of_part(part, share, FAST, TILE)
+            of_student, of_teacher = mixture_of_part(part, share, FAST, False, TILE)
             of_student, of_teacher = tl.sum(of_student), tl.sum(of_teacher)
             if SHARED:
                 sums_ptr = slots_ptr + 2 * splits

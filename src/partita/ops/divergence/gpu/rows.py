@@ -1,4 +1,4 @@
-"""Kernels of divergences: statistics of two rows, the divergence of the mixture, the gradient.
+"""Kernels of the terms of two rows: statistics, terms that need normalisers first, the gradient.
 
 Rows may be all logits or those of a chunk of classes. The device functions serve the kernel of one
 pass too. All exponents are of base 2.
@@ -24,7 +24,9 @@ from ....primitives.gpu.math import (
 from ....primitives.gpu.memory import aligned_start, load_vectors
 from ....primitives.gpu.reduce import (
     LOADED_SEGMENTS,
+    NOT_FOUND,
     is_last_program,
+    load_capped,
     load_segment,
     max_of_lanes,
     of_lanes,
@@ -32,7 +34,8 @@ from ....primitives.gpu.reduce import (
     sum_of_lanes,
 )
 
-REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
+# The terms but `hard`, whose gradients `gradient_of_block` computes.
+FORWARD, REVERSE, MIXTURE, VARIATION = (tl.constexpr(i) for i in range(4))
 NOTHING = tl.constexpr(-float("inf"))  # the logit of a class that there is not
 FINITE = tl.constexpr(-1e37)  # the same where logits are finite
 # Hints for the L1 cache: logits stay until their last reading, and are the first to leave after it.
@@ -58,6 +61,15 @@ class PairStatistics(NamedTuple):
     total: Any
     teacher_maximum: Any
     teacher_total: Any
+
+
+class Scan(NamedTuple):
+    """What a scan of both rows computes beside maxima and sums; see `PairShare`."""
+
+    forward: bool
+    reverse: bool
+    plain: bool
+    best: bool
 
 
 class PairPart(NamedTuple):
@@ -93,15 +105,22 @@ class PairShare(NamedTuple):
     Fields:
         maximum, total: the maximum of x, and the sum of the exponentials of a.
         t_maximum, t_total: those of the teacher.
-        weighted: for the forward KL, the sum of exp2(b) * (b - a) with the teacher's exponents b;
-            for the reverse KL, of exp2(a) * (a - b); otherwise 0.
+        forward: the sum of exp2(b) * (b - a) with the teacher's exponents b.
+        reverse: the sum of exp2(a) * (a - b).
+        plain: the sum of exp(x - maximum).
+        best: the first block of classes that has the teacher's maximum.
+
+    The last four are 0 where `Scan` does not name them.
     """
 
     maximum: Any
     total: Any
     t_maximum: Any
     t_total: Any
-    weighted: Any
+    forward: Any
+    reverse: Any
+    plain: Any
+    best: Any
 
 
 @triton.jit
@@ -168,20 +187,23 @@ def shift_of(maximum, part):
 
 
 @triton.jit
-def moved_share(share, maximum, t_maximum, part, KIND: tl.constexpr):
+def moved_share(share, maximum, t_maximum, part, SCAN: tl.constexpr):
     """Return a share relative to other maxima, which are at least its own."""
     moved = rounded_product(share.maximum, part.log2_scale) - shift_of(maximum, part)
     t_moved = rounded_product(share.t_maximum, part.log2_scale) - shift_of(t_maximum, part)
     scale, t_scale = tl.exp2(moved), tl.exp2(t_moved)
-    weighted = share.weighted
+    forward, reverse, plain = share.forward, share.reverse, share.plain
     # Without classes a row has no shift. An infinite sum stays, unless its probabilities vanish.
-    if KIND == REVERSE:
+    if SCAN.reverse:
         apart = finite_shift(moved) - finite_shift(t_moved)
-        weighted = tl.where(scale == 0.0, 0.0, scale * (weighted + share.total * apart))
-    elif KIND != MIXTURE:
+        reverse = tl.where(scale == 0.0, 0.0, scale * (reverse + share.total * apart))
+    if SCAN.forward:
         apart = finite_shift(t_moved) - finite_shift(moved)
-        weighted = tl.where(t_scale == 0.0, 0.0, t_scale * (weighted + share.t_total * apart))
-    return PairShare(maximum, share.total * scale, t_maximum, share.t_total * t_scale, weighted)
+        forward = tl.where(t_scale == 0.0, 0.0, t_scale * (forward + share.t_total * apart))
+    if SCAN.plain:
+        plain *= tl.exp2((share.maximum - finite_shift(maximum)) * LOG2E)
+    totals = (maximum, share.total * scale, t_maximum, share.t_total * t_scale)
+    return PairShare(*totals, forward, reverse, plain, share.best)
 
 
 @triton.jit
@@ -197,31 +219,43 @@ def add_block(
     start,
     UNMASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
+    SCAN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Add one block of classes to the statistics of the lanes, whose maxima CAREFUL updates."""
     FILL: tl.constexpr = NOTHING if CAREFUL else FINITE
     _, x, t = load_both(part, start, UNMASKED, FILL, READ_AGAIN, BLOCK, TILE)
+    best = share.best
     if CAREFUL:
         maximum = tl.maximum(share.maximum, max_of_lanes(x))
         t_maximum = tl.maximum(share.t_maximum, max_of_lanes(t))
-        share = moved_share(share, maximum, t_maximum, part, KIND)
+        if SCAN.best:
+            best = tl.where(t_maximum > share.t_maximum, start // TILE.block, best).to(tl.int32)
+        share = moved_share(share, maximum, t_maximum, part, SCAN)
     a = exponent(x, of_lanes(shift_of(share.maximum, part)), part)
     b = exponent(t, of_lanes(shift_of(share.t_maximum, part)), part)
     e, t_e = tl.exp2(a), tl.exp2(b)
     dtype: tl.constexpr = share.total.dtype
     total = share.total + sum_of_lanes(e, dtype)
     t_total = share.t_total + sum_of_lanes(t_e, dtype)
-    weighted = share.weighted
-    if KIND != MIXTURE:
-        weight = e if KIND == REVERSE else t_e
-        terms = weight * (a - b if KIND == REVERSE else b - a)
-        if CAREFUL:  # A class of probability 0 counts as 0, even with infinite logits.
-            terms = tl.where(weight == 0.0, 0.0, terms)
-        weighted += sum_of_lanes(terms, dtype)
-    return PairShare(share.maximum, total, share.t_maximum, t_total, weighted)
+    forward, reverse, plain = share.forward, share.reverse, share.plain
+    if SCAN.forward:
+        forward += sum_of_lanes(weighed(t_e, b - a, CAREFUL), dtype)
+    if SCAN.reverse:
+        reverse += sum_of_lanes(weighed(e, a - b, CAREFUL), dtype)
+    if SCAN.plain:
+        below = (x - of_lanes(finite_shift(share.maximum))) * LOG2E
+        plain += sum_of_lanes(tl.exp2(below), dtype)
+    totals = (share.maximum, total, share.t_maximum, t_total)
+    return PairShare(*totals, forward, reverse, plain, best)
+
+
+@triton.jit
+def weighed(weight, values, CAREFUL: tl.constexpr):
+    """Return the product; a class of probability 0 counts as 0, even with infinite logits."""
+    terms = weight * values
+    return tl.where(weight == 0.0, 0.0, terms) if CAREFUL else terms
 
 
 @triton.jit
@@ -229,14 +263,15 @@ def no_share(TILE: tl.constexpr, ACC_DTYPE: tl.constexpr, SUM_DTYPE: tl.constexp
     """Return the statistics of the lanes over no classes, with sums of a dtype."""
     maximum = tl.full([1, TILE.lanes], -float("inf"), ACC_DTYPE)
     zero = tl.full([1, TILE.lanes], 0.0, SUM_DTYPE)
-    return PairShare(maximum, zero, maximum, zero, zero)
+    best = tl.full([1, TILE.lanes], 0, tl.int32)
+    return PairShare(maximum, zero, maximum, zero, zero, zero, zero, best)
 
 
 @triton.jit
 def scan_part(
     part,
     CAREFUL: tl.constexpr,
-    KIND: tl.constexpr,
+    SCAN: tl.constexpr,
     TILE: tl.constexpr,
     SUM_DTYPE: tl.constexpr,
 ):
@@ -247,44 +282,58 @@ def scan_part(
     if not CAREFUL:
         first, zero = part.first, share.total
         _, x, t = load_both(part, first, False, NOTHING, READ_AGAIN, TAIL, TILE)
-        share = PairShare(max_of_lanes(x), zero, max_of_lanes(t), zero, zero)
+        maxima = (max_of_lanes(x), zero, max_of_lanes(t), zero)
+        share = PairShare(*maxima, zero, zero, zero, share.best)
     unmasked = unmasked_end(part, TILE.block)
     for start in range(part.first, unmasked, TILE.block):
-        share = add_block(share, part, start, True, CAREFUL, KIND, TILE.block, TILE)
+        share = add_block(share, part, start, True, CAREFUL, SCAN, TILE.block, TILE)
     for start in range(unmasked, part.last, TAIL):
-        share = add_block(share, part, start, False, CAREFUL, KIND, TAIL, TILE)
+        share = add_block(share, part, start, False, CAREFUL, SCAN, TAIL, TILE)
     return share
 
 
 @triton.jit
-def joined_shares(share, found, part, KIND: tl.constexpr):
-    """Return one `PairShare` of two, of which the first has sums in fp64."""
+def joined_shares(share, found, part, SCAN: tl.constexpr):
+    """Return one `PairShare` of two, of which the first has sums in fp64 and earlier classes."""
     maximum = tl.maximum(share.maximum, found.maximum)
     t_maximum = tl.maximum(share.t_maximum, found.t_maximum)
-    share = moved_share(share, maximum, t_maximum, part, KIND)
-    found = moved_share(found, maximum, t_maximum, part, KIND)
+    best = share.best
+    if SCAN.best:
+        best = tl.where(found.t_maximum > share.t_maximum, found.best, best)
+    share = moved_share(share, maximum, t_maximum, part, SCAN)
+    found = moved_share(found, maximum, t_maximum, part, SCAN)
     total = share.total + found.total.to(tl.float64)
     t_total = share.t_total + found.t_total.to(tl.float64)
-    weighted = share.weighted + found.weighted.to(tl.float64)
-    return PairShare(maximum, total, t_maximum, t_total, weighted)
+    forward, reverse, plain = share.forward, share.reverse, share.plain
+    if SCAN.forward:
+        forward += found.forward.to(tl.float64)
+    if SCAN.reverse:
+        reverse += found.reverse.to(tl.float64)
+    if SCAN.plain:
+        plain += found.plain.to(tl.float64)
+    return PairShare(maximum, total, t_maximum, t_total, forward, reverse, plain, best)
 
 
 @triton.jit
-def merged_shares(shares, part, KIND: tl.constexpr):
+def merged_shares(shares, part, SCAN: tl.constexpr):
     """Return one `PairShare` of several."""
-    maximum, t_maximum = tl.max(shares.maximum), tl.max(shares.t_maximum)
-    moved = moved_share(shares, maximum, t_maximum, part, KIND)
-    total, t_total, weighted = tl.sum(moved.total), tl.sum(moved.t_total), 0.0
-    if KIND != MIXTURE:
-        weighted = tl.sum(moved.weighted)
-    return PairShare(maximum, total, t_maximum, t_total, weighted)
+    maximum, t_maximum, best = tl.max(shares.maximum), tl.max(shares.t_maximum), 0
+    if SCAN.best:
+        best = tl.min(tl.where(shares.t_maximum == t_maximum, shares.best, NOT_FOUND))
+    moved = moved_share(shares, maximum, t_maximum, part, SCAN)
+    total, t_total = tl.sum(moved.total), tl.sum(moved.t_total)
+    forward = tl.sum(moved.forward) if SCAN.forward else 0.0
+    reverse = tl.sum(moved.reverse) if SCAN.reverse else 0.0
+    plain = tl.sum(moved.plain) if SCAN.plain else 0.0
+    return PairShare(maximum, total, t_maximum, t_total, forward, reverse, plain, best)
 
 
 @triton.jit
 def divergence_of_share(share, KIND: tl.constexpr):
     """Return the KL of a row from its statistics, in fp64."""
     total, t_total = share.total.to(tl.float64), share.t_total.to(tl.float64)
-    mean, ratio = share.weighted.to(tl.float64) * 0.6931471805599453, t_total / total
+    weighted = share.reverse if KIND == REVERSE else share.forward
+    mean, ratio = weighted.to(tl.float64) * 0.6931471805599453, t_total / total
     if KIND == REVERSE:
         return mean / total + tl.log(ratio)
     else:
@@ -320,45 +369,73 @@ def mixture_of_block(x, t, part, share, FAST: tl.constexpr):
 
 
 @triton.jit
+def sign_of(p, q):
+    """Return the sign of p - q."""
+    return tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
+
+
+@triton.jit
 def add_mixture(
-    student,
-    teacher,
+    sums,
     part,
     share,
     start,
     UNMASKED: tl.constexpr,
     FAST: tl.constexpr,
+    TV: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add one block of classes to the lanes' divergences of both rows from their mixture."""
+    """Add one block of classes to the lanes' sums; see `mixture_of_part`."""
     _, x, t = load_both(part, start, UNMASKED, NOTHING, READ_AGAIN, TILE.block, TILE)
     p, q, ratio, t_ratio = mixture_of_block(x, t, part, share, FAST)
-    dtype: tl.constexpr = student.dtype
-    return student + sum_of_lanes(p * ratio, dtype), teacher + sum_of_lanes(q * t_ratio, dtype)
+    dtype: tl.constexpr = sums[0].dtype
+    found = (sums[0] + sum_of_lanes(p * ratio, dtype), sums[1] + sum_of_lanes(q * t_ratio, dtype))
+    if TV:
+        distance = sums[2] + sum_of_lanes(tl.abs(p - q), dtype)
+        found = found + (distance, sums[3] + sum_of_lanes(p * sign_of(p, q), dtype))
+    return found
 
 
 @triton.jit
-def mixture_of_part(part, share, FAST: tl.constexpr, TILE: tl.constexpr):
-    """Return the lanes' divergences of student and teacher from their mixture over a part."""
-    student = tl.full([1, TILE.lanes], 0.0, part.log2_scale.dtype)
-    teacher, unmasked = student, unmasked_end(part, TILE.block)
+def mixture_of_part(part, share, FAST: tl.constexpr, TV: tl.constexpr, TILE: tl.constexpr):
+    """Return the lanes' divergences of student and teacher from their mixture over a part.
+
+    With TV the sums of |p - q| and of p * sign(p - q) follow.
+    """
+    zero = tl.full([1, TILE.lanes], 0.0, part.log2_scale.dtype)
+    sums, unmasked = (zero, zero), unmasked_end(part, TILE.block)
+    if TV:
+        sums = sums + sums
     for start in range(part.first, unmasked, TILE.block):
-        student, teacher = add_mixture(student, teacher, part, share, start, True, FAST, TILE)
+        sums = add_mixture(sums, part, share, start, True, FAST, TV, TILE)
     for start in range(unmasked, part.last, TILE.block):
-        student, teacher = add_mixture(student, teacher, part, share, start, False, FAST, TILE)
-    return student, teacher
+        sums = add_mixture(sums, part, share, start, False, FAST, TV, TILE)
+    return sums
+
+
+@triton.jit
+def added_sums(sums, found):
+    """Return sums in fp64 with others of the same lanes added."""
+    total = ()
+    for i in tl.static_range(len(sums)):
+        total = total + (sums[i] + found[i].to(tl.float64),)
+    return total
 
 
 @triton.jit
 def gradient_of_block(x, t, on_row, part, share, student, KIND: tl.constexpr, FAST: tl.constexpr):
-    """Return the gradient of a block of the student's logits.
+    """Return the gradient of a block of the student's logits through a term that is not `hard`.
 
-    `on_row` is the derivative of the result in the loss of the row, over the temperature, and
-    `student` is the student's divergence from the mixture in units of log 2.
+    `on_row` is the derivative of the result in the term of the row, over the temperature, and
+    `student` is the student's divergence from the mixture in units of log 2, or for the total
+    variation the mean of sign(p - q).
     """
     if KIND == MIXTURE:
         p, _, ratio, _ = mixture_of_block(x, t, part, share, FAST)
         grad = (on_row * (1.0 - part.weight) * LN2) * p * (ratio - student)
+    elif KIND == VARIATION:
+        p, q, _, _ = mixture_of_block(x, t, part, share, FAST)
+        grad = (0.5 * on_row) * p * (sign_of(p, q) - student)
     else:
         a = exponent(x, shift_of(share.maximum, part), part)
         b = exponent(t, shift_of(share.t_maximum, part), part)
@@ -366,33 +443,68 @@ def gradient_of_block(x, t, on_row, part, share, student, KIND: tl.constexpr, FA
         on_student = on_row * reciprocal(share.total)
         if KIND == REVERSE:
             # The logarithms of the sums cancel between the ratio of a class and its mean.
-            terms = e * (a - b - share.weighted * reciprocal(share.total))
+            terms = e * (a - b - share.reverse * reciprocal(share.total))
             grad = (on_student * LN2) * tl.where(e == 0.0, 0.0, terms)
         else:
             grad = e * on_student - tl.exp2(b) * (on_row * reciprocal(share.t_total))
+    return through_softcap(grad, x, part)
+
+
+@triton.jit
+def through_softcap(grad, x, part):
+    """Return the gradient of logits from that of their soft-capped values x."""
     if part.cap is not None:
         grad *= (1.0 - x / part.cap) * (1.0 + x / part.cap)
     return grad
 
 
-@triton.jit(do_not_specialize=["num_seen"])
+@triton.jit
+def label_of(target_ptr, row, vocabulary, ignore_index):
+    """Return the label of a row, whether it counts, and whether it counts and is no class."""
+    label = tl.load(target_ptr + row).to(tl.int64)
+    valid = label != ignore_index
+    return label, valid, valid & ((label < 0) | (label >= vocabulary))
+
+
+@triton.jit
+def lowest_argmax(part, share, BLOCK: tl.constexpr):
+    """Return the lowest class that has the teacher's maximum, from one more read of its block.
+
+    If all logits are NaN, it is the last class.
+    """
+    column = share.best.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < part.last
+    t = load_capped(part.t_ptr + column * part.t_stride, mask, part.cap, share.t_maximum.dtype)
+    sought = share.t_maximum
+    if part.cap is not None:  # Another copy of the code may round a tanh differently.
+        sought = tl.max(t)
+    return tl.min(tl.where(mask & (t == sought), column, part.last - 1))
+
+
+@triton.jit(do_not_specialize=["first", "vocabulary", "ignore_index"])
 def divergence_accumulate_kernel(
-    logits,  # StridedRows of one batch
+    logits,  # StridedRows of one batch, from the class `first` on
     teacher,  # StridedRows of one batch
-    kl_ptr,  # [M]
-    student_ptr,  # [M]: KL(student ‖ teacher) for the reverse KL, otherwise 0
+    target_ptr,  # [M] int64, or None without the term `hard`
+    terms,  # Terms: [M] each, NUM_TERMS apart, or None
     statistics,  # PairStatistics [M]
-    weighted_ptr,  # [M], as in `DivergenceState`
+    means,  # Means: [M] each, NUM_MEANS apart, or None
+    sums,  # Sums [M], or None
+    argmax_ptr,  # [M] int64, unused unless it is wanted
     segments,  # Segments
     classes,
-    num_seen,  # the number of classes that the state has seen, which is not read if that is 0
+    first,  # the number of classes that the state has seen, which is not read if that is 0
+    vocabulary,  # the number of all classes
     temperature: tl.float64,
     softcap: tl.float64,
-    KIND: tl.constexpr,
+    ignore_index,
+    SCAN: tl.constexpr,  # Scan
+    NUM_TERMS: tl.constexpr,
+    NUM_MEANS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,  # LaneTile
 ):
-    """Update the state of two rows, and their KL, with one read of these classes."""
+    """Update the state of two rows, and the terms that need one read, with these classes."""
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
     row = (tl.program_id(0) // segments.programs).to(tl.int64)
     split = tl.program_id(0) % segments.programs
@@ -401,19 +513,19 @@ def divergence_accumulate_kernel(
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     stores = True
     if not TILE.has_segments:
-        share = scan_part(part, True, KIND, TILE, tl.float64)
+        share = scan_part(part, True, SCAN, TILE, tl.float64)
     else:
-        KEPT: tl.constexpr = (True, True, True, True, True)
+        KEPT: tl.constexpr = (True, True, True, True, SCAN[0], SCAN[1], SCAN[2], SCAN[3])
         share = no_share(TILE, ACC_DTYPE, tl.float64)
-        first = split.to(classes.dtype) * segments.share
-        for s in range(first, tl.minimum(first + segments.share, segments.number)):
+        first_segment = split.to(classes.dtype) * segments.share
+        for s in range(first_segment, tl.minimum(first_segment + segments.share, segments.number)):
             start = s * segments.size
             end = start + tl.minimum(segments.size, classes - start)
             own = locate_pair(logits, teacher, row, start, end, 0.0, temperature, ACC_DTYPE)
             piece = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-            found = scan_part(piece, True, KIND, TILE, ACC_DTYPE)
+            found = scan_part(piece, True, SCAN, TILE, ACC_DTYPE)
             if segments.slots is None:
-                share = joined_shares(share, found, part, KIND)
+                share = joined_shares(share, found, part, SCAN)
             else:
                 store_segment(found, segments, row, s, KEPT)
         if segments.slots is not None:
@@ -422,58 +534,92 @@ def divergence_accumulate_kernel(
             for s in range(0, tl.where(stores, segments.number, 0), LOADED_SEGMENTS):
                 for i in tl.static_range(LOADED_SEGMENTS):
                     found = load_segment(empty, segments, row, s + i, KEPT)
-                    share = joined_shares(share, PairShare(*found), part, KIND)
-    share = merged_shares(share, part, KIND)
-    seen = num_seen > 0
+                    share = joined_shares(share, PairShare(*found), part, SCAN)
+    share = merged_shares(share, part, SCAN)
+    seen, at, at_mean = first > 0, row * NUM_TERMS, row * NUM_MEANS
+    if SCAN.best:
+        before = tl.load(statistics.teacher_maximum + row, mask=seen, other=-float("inf"))
+        is_best = (first == 0) | (share.t_maximum > before)
+        best = first + lowest_argmax(part, share, TILE.block)
+        tl.store(argmax_ptr + row, best, mask=stores & is_best)
     before = PairShare(
         tl.load(statistics.maximum + row, mask=seen, other=-float("inf")),
         tl.load(statistics.total + row, mask=seen, other=0.0).to(tl.float64),
         tl.load(statistics.teacher_maximum + row, mask=seen, other=-float("inf")),
         tl.load(statistics.teacher_total + row, mask=seen, other=0.0).to(tl.float64),
-        tl.load(weighted_ptr + row, mask=seen, other=0.0).to(tl.float64) * part.log2_scale,
+        load_sum(sums.forward, row, seen) * part.log2_scale,
+        load_sum(sums.reverse, row, seen) * part.log2_scale,
+        load_sum(means.plain, at_mean, seen),
+        0,
     )
-    share = joined_shares(before, share, part, KIND)
-    kl = divergence_of_share(share, KIND).to(ACC_DTYPE)
-    weighted = (share.weighted / part.log2_scale).to(ACC_DTYPE)
-    tl.store(kl_ptr + row, kl, mask=stores)
-    tl.store(student_ptr + row, kl if KIND == REVERSE else tl.zeros_like(kl), mask=stores)
+    share = joined_shares(before, share, part, SCAN)
+    if SCAN.forward:
+        kl = divergence_of_share(share, FORWARD).to(ACC_DTYPE)
+        weighted = (share.forward / part.log2_scale).to(ACC_DTYPE)
+        tl.store(terms.kl + at, kl, mask=stores)
+        tl.store(sums.forward + row, weighted, mask=stores)
+    if SCAN.reverse:
+        kl = divergence_of_share(share, REVERSE).to(ACC_DTYPE)
+        weighted = (share.reverse / part.log2_scale).to(ACC_DTYPE)
+        tl.store(terms.reverse_kl + at, kl, mask=stores)
+        tl.store(sums.reverse + row, weighted, mask=stores)
+    if SCAN.plain:
+        tl.store(means.plain + at_mean, share.plain.to(ACC_DTYPE), mask=stores)
+    if terms.hard is not None:
+        label, valid, invalid = label_of(target_ptr, row, vocabulary, ignore_index)
+        inside = (label >= first) & (label < first + classes)
+        x = load_capped(part.x_ptr + (label - first) * part.x_stride, inside, cap, ACC_DTYPE)
+        x = tl.maximum(x, tl.load(sums.label + row, mask=seen, other=-float("inf")))
+        total = share.plain if SCAN.plain else share.total
+        hard = tl.log(total) + (finite_shift(share.maximum) - x).to(tl.float64)
+        hard = tl.where(invalid, float("nan"), tl.where(valid, hard, 0.0))
+        tl.store(terms.hard + at, hard.to(ACC_DTYPE), mask=stores)
+        tl.store(sums.label + row, x, mask=stores)
     tl.store(statistics.maximum + row, share.maximum, mask=stores)
     tl.store(statistics.total + row, share.total.to(ACC_DTYPE), mask=stores)
     tl.store(statistics.teacher_maximum + row, share.t_maximum, mask=stores)
     tl.store(statistics.teacher_total + row, share.t_total.to(ACC_DTYPE), mask=stores)
-    tl.store(weighted_ptr + row, weighted, mask=stores)
+
+
+@triton.jit
+def load_sum(ptr, at, seen):
+    """Load a sum in fp64; 0 if there is none, or if no classes were seen."""
+    if ptr is None:
+        return tl.full([], 0.0, tl.float64)
+    else:
+        return tl.load(ptr + at, mask=seen, other=0.0).to(tl.float64)
 
 
 @triton.jit
 def load_share(statistics, row):
-    """Load the statistics of a row of the student and of the teacher."""
-    return PairShare(
-        tl.load(statistics.maximum + row),
-        tl.load(statistics.total + row),
-        tl.load(statistics.teacher_maximum + row),
-        tl.load(statistics.teacher_total + row),
-        0.0,
-    )
+    """Load the maxima and sums of both rows."""
+    maximum, total = tl.load(statistics.maximum + row), tl.load(statistics.total + row)
+    t_maximum = tl.load(statistics.teacher_maximum + row)
+    t_total = tl.load(statistics.teacher_total + row)
+    return PairShare(maximum, total, t_maximum, t_total, 0.0, 0.0, 0.0, 0)
 
 
-@triton.jit(do_not_specialize=["num_seen"])
+@triton.jit(do_not_specialize=["first"])
 def divergence_mixture_kernel(
     logits,  # StridedRows of one batch
     teacher,  # StridedRows of one batch
-    loss_ptr,  # [M]
-    student_ptr,  # [M]
+    terms,  # Terms: [M] each, NUM_TERMS apart, or None
     statistics,  # PairStatistics [M]
+    means,  # Means: [M] each, NUM_MEANS apart, or None
     segments,  # Segments
     classes,
-    num_seen,  # the number of classes that the divergences have seen
+    first,  # the number of classes that these terms and means have seen
     beta: tl.float64,
     temperature: tl.float64,
     softcap: tl.float64,
+    NUM_TERMS: tl.constexpr,
+    NUM_MEANS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,  # LaneTile
 ):
-    """Add these classes to the divergences of teacher and student from their mixture."""
+    """Add these classes to the terms and means that need the normalisers of both rows."""
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
+    TV: tl.constexpr = terms.tv is not None
     row = (tl.program_id(0) // segments.programs).to(tl.int64)
     split = tl.program_id(0) % segments.programs
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
@@ -482,55 +628,87 @@ def divergence_mixture_kernel(
     share = load_share(statistics, row)
     stores = True
     if not TILE.has_segments:
-        student_term, teacher_term = mixture_of_part(part, share, False, TILE)
+        sums = mixture_of_part(part, share, False, TV, TILE)
     else:
-        KEPT: tl.constexpr = (True, True)
+        KEPT: tl.constexpr = (True, True, True, True)
         zeros = tl.full([1, TILE.lanes], 0.0, ACC_DTYPE)
-        student_term = zeros.to(tl.float64)
-        teacher_term = student_term
-        first = split.to(classes.dtype) * segments.share
-        for s in range(first, tl.minimum(first + segments.share, segments.number)):
+        zero = zeros.to(tl.float64)
+        empty, sums = (zeros, zeros), (zero, zero)
+        if TV:
+            empty, sums = empty + empty, sums + sums
+        first_segment = split.to(classes.dtype) * segments.share
+        for s in range(first_segment, tl.minimum(first_segment + segments.share, segments.number)):
             start = s * segments.size
             end = start + tl.minimum(segments.size, classes - start)
             own = locate_pair(logits, teacher, row, start, end, beta, temperature, ACC_DTYPE)
             piece = PairPart(*own, logits.column, teacher.column, cap)  # type: ignore[call-arg]
-            found = mixture_of_part(piece, share, False, TILE)
+            found = mixture_of_part(piece, share, False, TV, TILE)
             if segments.slots is None:
-                student_term += found[0].to(tl.float64)
-                teacher_term += found[1].to(tl.float64)
+                sums = added_sums(sums, found)
             else:
                 store_segment(found, segments, row, s, KEPT)
         if segments.slots is not None:
             stores = is_last_program(segments, row)
             for s in range(0, tl.where(stores, segments.number, 0), LOADED_SEGMENTS):
                 for i in tl.static_range(LOADED_SEGMENTS):
-                    found = load_segment((zeros, zeros), segments, row, s + i, KEPT)
-                    student_term += found[0].to(tl.float64)
-                    teacher_term += found[1].to(tl.float64)
-    student_term = tl.sum(student_term).to(ACC_DTYPE)
-    teacher_term = tl.sum(teacher_term).to(ACC_DTYPE)
-    seen = num_seen > 0
-    loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
-    student = tl.load(student_ptr + row, mask=seen, other=0.0)
-    student_term, teacher_term = student_term * LN2, teacher_term * LN2
-    loss += part.weight * teacher_term + (1.0 - part.weight) * student_term
-    tl.store(loss_ptr + row, loss, mask=stores)
-    tl.store(student_ptr + row, student + student_term, mask=stores)
+                    sums = added_sums(sums, load_segment(empty, segments, row, s + i, KEPT))
+    seen, at, at_mean = first > 0, row * NUM_TERMS, row * NUM_MEANS
+    if terms.jsd is not None:
+        student_term = tl.sum(sums[0]).to(ACC_DTYPE)
+        teacher_term = tl.sum(sums[1]).to(ACC_DTYPE)
+        loss = tl.load(terms.jsd + at, mask=seen, other=0.0)
+        student = tl.load(means.student + at_mean, mask=seen, other=0.0)
+        student_term, teacher_term = student_term * LN2, teacher_term * LN2
+        loss += part.weight * teacher_term + (1.0 - part.weight) * student_term
+        tl.store(terms.jsd + at, loss, mask=stores)
+        tl.store(means.student + at_mean, student + student_term, mask=stores)
+    if TV:
+        distance = tl.load(terms.tv + at, mask=seen, other=0.0)
+        sign = tl.load(means.sign + at_mean, mask=seen, other=0.0)
+        distance += 0.5 * tl.sum(sums[2]).to(ACC_DTYPE)
+        tl.store(terms.tv + at, distance, mask=stores)
+        tl.store(means.sign + at_mean, sign + tl.sum(sums[3]).to(ACC_DTYPE), mask=stores)
 
 
 @triton.jit
+def add_gradient(total, grad, on_row, exists):
+    """Add the gradient of one term, or return it if the total is None.
+
+    A factor of 0 stands for a term that the row does not have. The padding of a row becomes 0,
+    which products on some devices read.
+    """
+    grad = tl.where(on_row == 0.0, 0.0, tl.where(exists, grad, 0.0))
+    return grad if total is None else total + grad
+
+
+@triton.jit
+def add_term(total, grad_ptr, mean, x, t, part, share, exists, KIND: tl.constexpr):
+    """Add the gradient of a term that is not `hard`; see `gradient_of_block` for its mean."""
+    on_row = tl.load(grad_ptr).to(part.log2_scale.dtype)
+    on_logits = on_row * part.log2_scale * LN2
+    grad = gradient_of_block(x, t, on_logits, part, share, mean, KIND, False)
+    return add_gradient(total, grad, on_row, exists)
+
+
+@triton.jit(do_not_specialize=["first", "vocabulary", "ignore_index"])
 def divergence_gradient_kernel(
-    grad_ptr,  # [M]
-    logits,  # StridedRows of one batch
+    grads,  # Terms: [M] each, NUM_TERMS apart, or None
+    logits,  # StridedRows of one batch, from the class `first` on
     teacher,  # StridedRows of one batch
-    student_ptr,  # [M]
+    target_ptr,  # [M] int64, or None without the term `hard`
+    terms,  # Terms, as the gradients
     statistics,  # PairStatistics [M]
+    means,  # Means: [M] each, NUM_MEANS apart, or None
     dlogits,  # StridedRows of adjacent classes; may be the logits
     classes,
+    first,
+    vocabulary,  # the number of all classes
     beta: tl.float64,
     temperature: tl.float64,
     softcap: tl.float64,
-    KIND: tl.constexpr,
+    ignore_index,
+    NUM_TERMS: tl.constexpr,
+    NUM_MEANS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,  # LaneTile
 ):
@@ -538,21 +716,37 @@ def divergence_gradient_kernel(
     ACC_DTYPE: tl.constexpr = statistics.maximum.dtype.element_ty
     blocks = tl.cdiv(classes, TILE.block)
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * TILE.block
+    at, at_mean = row * NUM_TERMS, row * NUM_MEANS
     cap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
     pair = locate_pair(logits, teacher, row, 0, classes, beta, temperature, ACC_DTYPE)
     part = PairPart(*pair, logits.column, teacher.column, cap)  # type: ignore[call-arg]
     v, x, t = load_both(part, start, False, NOTHING, "", TILE.block, TILE)
-    share, student = load_share(statistics, row), tl.load(student_ptr + row)
-    if KIND == REVERSE:  # what the scan has found, from the KL
-        mean = student - (log_exact(share.t_total) - log_exact(share.total))
-        share = PairShare(
-            share.maximum, share.total, share.t_maximum, share.t_total, mean * LOG2E * share.total
-        )
-    on_row = tl.load(grad_ptr + row).to(ACC_DTYPE)
-    on_logits = on_row * part.log2_scale * LN2
-    grad = gradient_of_block(x, t, on_logits, part, share, student * LOG2E, KIND, False)
-    # The padding of a row becomes 0, which products on some devices read.
-    grad = tl.where(on_row == 0.0, 0.0, tl.where(v < classes, grad, 0.0))
+    share, grad, exists = load_share(statistics, row), None, v < classes
+    if grads.reverse_kl is not None:  # what the scan has found, from the KL
+        mean = tl.load(terms.reverse_kl + at) - (log_exact(share.t_total) - log_exact(share.total))
+        totals = (share.maximum, share.total, share.t_maximum, share.t_total)
+        share = PairShare(*totals, 0.0, mean * LOG2E * share.total, 0.0, 0)
+        grad = add_term(grad, grads.reverse_kl + at, 0.0, x, t, part, share, exists, REVERSE)
+    if grads.kl is not None:
+        grad = add_term(grad, grads.kl + at, 0.0, x, t, part, share, exists, FORWARD)
+    if grads.jsd is not None:
+        mean = tl.load(means.student + at_mean) * LOG2E
+        grad = add_term(grad, grads.jsd + at, mean, x, t, part, share, exists, MIXTURE)
+    if grads.tv is not None:
+        mean = tl.load(means.sign + at_mean)
+        grad = add_term(grad, grads.tv + at, mean, x, t, part, share, exists, VARIATION)
+    if grads.hard is not None:
+        label, valid, invalid = label_of(target_ptr, row, vocabulary, ignore_index)
+        on_row = tl.where(valid, tl.load(grads.hard + at).to(ACC_DTYPE), 0.0)
+        on_row = tl.where(invalid & (on_row != 0.0), float("nan"), on_row)
+        if means.plain is None:
+            p = tl.exp2(exponent(x, shift_of(share.maximum, part), part)) * reciprocal(share.total)
+        else:
+            p = tl.exp2((x - finite_shift(share.maximum)) * LOG2E)
+            p *= reciprocal(tl.load(means.plain + at_mean))
+        term = through_softcap(on_row * (p - tl.where(v + first == label, 1.0, 0.0)), x, part)
+        grad = add_gradient(grad, term, on_row, exists)
     ptrs = dlogits.ptr + aligned_start(row * dlogits.row, TILE.vector) + v
     is_stored = v // TILE.vector * TILE.vector < classes
-    tl.store(ptrs, grad.to(dlogits.ptr.dtype.element_ty), mask=is_stored)
+    grad = grad.to(dlogits.ptr.dtype.element_ty)  # type: ignore[union-attr]
+    tl.store(ptrs, grad, mask=is_stored)
