@@ -122,6 +122,43 @@ def test_a_second_backward_pass_and_second_derivatives(plan: str, device: str) -
 
 
 @devices
+@pytest.mark.parametrize("plan", FEW_PLANS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_factors_of_low_rank_are_those_of_a_merged_matrix(
+    plan: str, reduction: str, frozen: bool, device: str
+) -> None:
+    heads = heads_of(device=device)
+    g = torch.Generator().manual_seed(5)
+    A, B = (torch.randn(*size, generator=g).to(heads["input"]) for size in ((3, 8), (CLASSES, 3)))
+    lora = partita.LoRA(A.requires_grad_(), B.requires_grad_(), 0.5)
+    options: dict[str, Any] = {"weights": WEIGHTS, "temperature": 1.5, "reduction": reduction}
+    if frozen:
+        heads["linear_weight"].requires_grad_(False)
+    size = budget(plan, heads)
+    if size is not None:
+        size += plans.low_rank_bytes(3, TOKENS, CLASSES, A.dtype)
+
+    def beside() -> partita.Distillation:
+        call = {**heads, **options, "low_rank": lora, "memory_budget": size}
+        return partita.linear_distillation_loss(**call)
+
+    def merged() -> partita.Distillation:
+        matrix = heads["linear_weight"] + 0.5 * B @ A
+        return from_logits({**heads, "linear_weight": matrix}, **options)
+
+    first, second = [], []
+    for function in (beside, merged):
+        with poisoned_memory():
+            first.append(results(function(), {**heads, "A": A, "B": B}))
+        loss = function().loss.sum()
+        (grad,) = torch.autograd.grad(loss, heads["input"], create_graph=True)
+        second.append(torch.autograd.grad(grad.square().sum(), [A, B]))
+    torch.testing.assert_close(*first, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(*second, rtol=1e-8, atol=1e-12)
+
+
+@devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types(dtype: torch.dtype, device: str) -> None:
     if INTERPRETING and dtype == torch.bfloat16:

@@ -295,7 +295,7 @@ def test_the_plan_counts_the_factors() -> None:
 def functions() -> list[tuple[str, Callable[..., Any]]]:
     target, ids = torch.tensor([1, 2]), torch.tensor([[0, 1], [2, 3]])
     teacher = partita.topk_logprobs(torch.zeros(2, 4), 2)
-    support = (torch.tensor([0, 1]), torch.tensor([0, 1, 2]))
+    support, kl = (torch.tensor([0, 1]), torch.tensor([0, 1, 2])), {"kl": 1.0}
     return [
         ("cross_entropy", lambda *head, **k: partita.linear_cross_entropy(*head, target, **k)),
         ("token_stats", lambda *head, **k: partita.linear_token_stats(*head, target, **k)),
@@ -307,6 +307,10 @@ def functions() -> list[tuple[str, Callable[..., Any]]]:
         ("logprobs", lambda *head, **k: partita.linear_logprobs(*head, ids, **k)),
         ("topk_logprobs", lambda *head, **k: partita.linear_topk_logprobs(*head, 2, **k)),
         ("divergence", lambda *head, **k: partita.linear_divergence(*head, *head, **k)),
+        (
+            "distillation",
+            lambda *head, **k: partita.linear_distillation_loss(*head, *head, weights=kl, **k),
+        ),
         ("topk_divergence", lambda *head, **k: partita.linear_topk_divergence(*head, teacher, **k)),
     ]
 

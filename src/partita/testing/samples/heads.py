@@ -232,6 +232,8 @@ LINEAR_DISTILLATION: dict[str, Any] = {
     "bias, mean, lean": together(_bias, {"reduction": "mean"}, _lean_heads),
     "teacher's classes, fast": together(teacher_classes, FAST),
     "fp32 logits, mean, fast": together(_wide, {"reduction": "mean"}, FAST),
+    "low rank, lean": partial(_low_rank_lean, heads=4),
+    "low rank, mean": together(_low_rank, {"reduction": "mean"}),
 }
 
 
@@ -321,11 +323,11 @@ CALLS = (
     ),
     _divergences(
         "linear_distillation_loss",
-        linear_distillation_loss,
+        with_low_rank(linear_distillation_loss),
         _linear_distillation,
         options=LINEAR_DISTILLATION,
-        batch={"input": 0, "teacher_input": 0, "target": 0, "mask": 0},
-        uncounted=lambda inputs: without_terms(inputs, "input"),
+        batch={"input": 0, "low_rank_input": 0, "teacher_input": 0, "target": 0, "mask": 0},
+        uncounted=lambda inputs: without_terms(inputs, "input", "low_rank_input"),
         in_torch=in_torch.linear_distillation,
     ),
     _divergences(

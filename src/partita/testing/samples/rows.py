@@ -257,7 +257,7 @@ def without_terms(inputs: Inputs, *names: str) -> dict[str, Tensor]:
         return masked_rows(inputs, *names)
     unused = target == IGNORED
     unused = unused if mask is None else unused & ~mask
-    return {name: unused.unsqueeze(-1).expand_as(inputs[name]) for name in names}
+    return {name: unused.unsqueeze(-1).expand_as(inputs[name]) for name in names if name in inputs}
 
 
 def _distillation(draw: Draw, sizes: Sizes) -> Inputs:
