@@ -72,8 +72,8 @@ def composed_rows(
     head: Head, teacher: Head, target: Tensor | None, options: TermOptions
 ) -> DivergenceRows:
     """Compute the terms of each row from all logits at once, fields `[...]`."""
-    teacher_logits = composed_linear(*teacher[:3], *teacher.products)
     logits = rows_linear(head)
+    teacher_logits = composed_linear(*teacher[:3], *teacher.products)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
     return terms_of_rows(logits, teacher_logits, target, options)
