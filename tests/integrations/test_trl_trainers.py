@@ -182,7 +182,21 @@ def test_every_field_of_the_output(family: str, sizes: dict[str, Any], shifted: 
     assert found.entropy.requires_grad and not found.mean_logits.requires_grad
 
 
-HEAD: dict[str, Any] = {"chunk_size": 16, "outputs": OUTPUTS}
+def test_compiled() -> None:
+    model = model_of().train()
+    ids = torch.randint(4, CLASSES, (3, 9), generator=torch.Generator().manual_seed(0))
+    utils.add_fused_lm_head(model, outputs=OUTPUTS)
+    ours.patch()
+
+    def step(function: Callable[..., Any]) -> list[Tensor]:
+        model.zero_grad()
+        output = function(ids, labels=ids, fused_lm_head=True)
+        output.loss.backward()
+        return [*output.values(), model.lm_head.weight.grad.clone()]
+
+    torch._dynamo.reset()
+    found = step(torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(found, step(model), rtol=1e-5, atol=1e-6)
 
 
 def head_of(dtype: torch.dtype, tokens: int, bias: bool = False) -> list[Any]:
