@@ -55,7 +55,8 @@ def by_rows(
     def of_some(*args: Any) -> Any:
         """Return the function's results for some rows; one that is wide gets a copy beside it."""
         rows: Tensor = args[logits]
-        if rows.device.type != "cpu" or not rows.numel() == rows.shape[classes] >= SHARED_WIDTH:
+        is_alone = rows.numel() == rows.shape[classes] >= SHARED_WIDTH
+        if rows.device.type != "cpu" or not is_alone or torch.get_num_threads() == 1:
             return function(*args)
         join = torch.cat if rows.ndim > 1 else torch.stack
 

@@ -131,6 +131,7 @@ def _add_chunk(
     if d_encoder is not None:
         d_encoder[rows, steps] += dx.sum(2)
     if d_predictor is not None:
+        # In the batch-invariant mode, chunks of any length have the same partial sums.
         for some in dx.split(PARTIAL_STEPS if invariant else dx.shape[1], 1):
             d_predictor[rows] += some.sum(1)
 
