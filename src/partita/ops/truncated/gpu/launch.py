@@ -27,8 +27,11 @@ WARPS, SHORT_WARPS = 8, 4
 EACH = 16  # classes of a block for each thread
 REGISTERS = 512  # of a thread, times the warps of its program
 TILE = 4096  # classes that are searched at once at most
-SAMPLE = 4096  # classes from which thresholds are guessed
-BINS = 256
+SAMPLE = 2048  # classes from which thresholds are guessed
+BINS = 128
+FIRST = 8
+AHEAD = 0  # blocks
+TOP_K_TILE = 2048
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -50,7 +53,7 @@ def truncated_of_rows(
         logits = logits.contiguous()
     rows = matrix_rows(logits)
     # A bracket has few classes of a short row.
-    candidates = min(max(next_power_of_2(classes // 16), 1024), TILE)
+    candidates = min(max(next_power_of_2(classes // 16), 1024), TILE if rules.top_k is None else TOP_K_TILE)
     if whole:
         candidates = next_power_of_2(classes)
         tile = lane_tile(classes, candidates, max(candidates // 1024, 1), rows)
@@ -58,7 +61,12 @@ def truncated_of_rows(
     else:
         warps = WARPS if classes >= LONG_ROW else SHORT_WARPS
         tile = lane_tile(classes, EACH * 32 * warps, warps, rows)
-    slots = (0, 0) if whole else (M, 3 * candidates + tile.block)
+    dtype = found.maximum.dtype
+    # No row of the buffer has addresses of two high words.
+    width = 0 if whole else next_power_of_2(3 * candidates + tile.block)
+    buffer = logits.new_empty((M + 1) * width, dtype=dtype)
+    first = -buffer.data_ptr() // dtype.itemsize % max(width, 1)
+    buffer = buffer[first : first + M * width].view(M, width)
     limit = {}
     if not whole and tile.access and logits.element_size() <= 4:
         limit = {"maxnreg": REGISTERS // tile.num_warps}
@@ -69,7 +77,7 @@ def truncated_of_rows(
         target_ptr=target,
         rules=SamplerRules(*rules[:4]),
         results=found,
-        buffer=matrix_rows(logits.new_empty(slots, dtype=found.maximum.dtype)),
+        buffer=matrix_rows(buffer),
         classes=classes,
         softcap=softcap,
         ignore_index=ignore_index,
@@ -82,6 +90,8 @@ def truncated_of_rows(
         CANDIDATES=candidates,
         SAMPLE=SAMPLE,
         BINS=BINS,
+        FIRST=FIRST,
+        AHEAD=AHEAD,
         TILE=tile,
         num_warps=tile.num_warps,
         **limit,

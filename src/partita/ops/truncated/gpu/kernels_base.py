@@ -1,0 +1,774 @@
+"""Kernels that find the threshold of each row's rules exactly, without sorting the row.
+
+The logits that a row keeps are those of at least a threshold. The keys of logits are integers in
+the order of the numbers, so a bisection of keys finds the greatest key whose classes, and all above
+it, reach a number or a probability. It runs over a tile, the logits of a bracket of keys.
+
+A program reads its row to take the totals, and collects the greatest classes, about a thousand, as
+the first tile. A tile without the threshold says on which side of it the threshold is, and the row
+is read again for another bracket: the rule and a sample of the row say where the threshold probably
+is. If that does not help, a read cuts the keys into parts and finds the one with the threshold. A
+short row is one tile.
+
+With `slope` = log2(e) / temperature, the exponentials are 2**u,
+u = slope (x - shift). The weights of a search are ones or these exponentials.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import (
+    LN2,
+    LOG2E,
+    UNFUSED,
+    apply_softcap,
+    capped_logits,
+    divide,
+    finite_shift,
+    log_exact,
+    reciprocal,
+    through_softcap,
+)
+from ....primitives.gpu.memory import load_vectors
+from ....primitives.gpu.reduce import NOT_FOUND, locate_tile, tile_ptrs
+from ...cross_entropy.gpu.row_math import load_row_gradient
+
+PARTS = tl.constexpr(4)  # of a range of keys that one read compares
+MARGIN = tl.constexpr(3.0)  # of a guess, in standard deviations of what the sample says
+
+
+class SamplerRules(NamedTuple):
+    """The numbers of the rules of each row, [M], or None."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    temperature: Any
+
+
+class TruncatedRow(NamedTuple):
+    """A row and how its logits are read.
+
+    Fields:
+        index: the row.
+        ptr: its first logit.
+        column: the stride over classes.
+        classes: the number of classes.
+        softcap: the soft-cap, or None.
+        temperature: the temperature.
+        slope: log2(e) / temperature.
+    """
+
+    index: Any
+    ptr: Any
+    column: Any
+    classes: Any
+    softcap: Any
+    temperature: Any
+    slope: Any
+
+
+class Reading(NamedTuple):
+    """What a read of a row finds: of lanes, [LANES], or of the row.
+
+    Fields:
+        collected: the number of classes in the bracket.
+        number, mass, sum_x_exp: how many classes are above it, and their sums of 2**u and u 2**u,
+            in fp64; the mass is that of all classes in the read of totals.
+        maximum: the maximum of the soft-capped logits.
+        block: the first block that has it.
+        complete: of the row, whether the buffer has all classes of the bracket.
+    """
+
+    collected: Any
+    number: Any
+    mass: Any
+    sum_x_exp: Any
+    maximum: Any
+    block: Any
+    complete: Any
+
+
+class Sample(NamedTuple):
+    """A sample of a row: the number of logits in each bin, the greatest one, a bin's width.
+
+    The last bin has masked classes, and those that are too far below the greatest to matter.
+    """
+
+    counts: Any
+    greatest: Any
+    width: Any
+
+
+class Tile(NamedTuple):
+    """Logits on chip, which are those of the keys from `first` to `last` if it is complete.
+
+    Each of them stands for `each` classes. Otherwise no sum over them is too great.
+    """
+
+    x: Any
+    each: Any
+    first: Any
+    last: Any
+    complete: Any
+
+
+@triton.jit
+def key_of(x, SHIFT: tl.constexpr):
+    """Return the key of a number, which has its sign and magnitude.
+
+    SHIFT is the number of low bits that a half type does not have.
+    """
+    dtype: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+    magnitude = tl.abs(x).to(dtype, bitcast=True) >> SHIFT
+    return tl.where(x < 0.0, -magnitude, magnitude)
+
+
+@triton.jit
+def logit_of(key, SHIFT: tl.constexpr):
+    """Return the number of a key."""
+    dtype: tl.constexpr = tl.float64 if key.dtype == tl.int64 else tl.float32
+    magnitude = (tl.abs(key) << SHIFT).to(dtype, bitcast=True)
+    return tl.where(key < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def find_key(x, weight, goal, low, high, SHIFT: tl.constexpr):
+    """Return the greatest key from `low` to `high` from which on the weights reach the goal.
+
+    It is `low` if none does.
+    """
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # the upper one of two
+        reaches = tl.sum(tl.where(x >= logit_of(middle, SHIFT), weight, 0.0)) >= goal
+        low, high = tl.where(reaches, middle, low), tl.where(reaches, high, middle - 1)
+    return low
+
+
+@triton.jit
+def min_p_key(row, shift, ln_min_p, temperature, low, high, SHIFT: tl.constexpr):
+    """Return the least key whose probability is at least min-p times the greatest."""
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1)
+        x = apply_softcap(logit_of(middle, SHIFT), row.softcap)
+        passes = divide(x - shift, temperature) >= ln_min_p
+        low, high = tl.where(passes, low, middle + 1), tl.where(passes, middle, high)
+    return low
+
+
+@triton.jit
+def exponent(row, shift, x):
+    """Return u of soft-capped logits, up to a constant; u of the maximum is the constant.
+
+    One multiply-add is half of the work of a difference and a product.
+    """
+    if UNFUSED:
+        return (x - shift) * row.slope
+    else:
+        return tl.fma(x, row.slope, -shift * row.slope)
+
+
+@triton.jit
+def exponents(row, shift, x):
+    """Return 2**u and u of logits before soft-capping; 0 and a finite number for -inf."""
+    u = exponent(row, shift, apply_softcap(x, row.softcap))
+    return tl.where(x > -float("inf"), tl.exp2(u), 0.0), tl.maximum(u, -10000.0)
+
+
+@triton.jit
+def cut_of(x, threshold):
+    """Return a number between the least logit of a tile that is kept and the greatest dropped one.
+
+    It is the threshold where the tile does not have both, or nothing is between them.
+    """
+    dropped = tl.max(tl.where(x < threshold, x, -float("inf")))
+    kept = tl.min(tl.where((x >= threshold) & (x > -float("inf")), x, float("inf")))
+    cut = 0.5 * kept + 0.5 * dropped
+    return tl.where((kept < float("inf")) & (cut > dropped), cut, threshold)
+
+
+@triton.jit
+def range_of_keys(ACC_DTYPE: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the keys of the least finite number and of infinity."""
+    infinity = tl.full([], float("inf"), ACC_DTYPE)
+    return key_of(-infinity, SHIFT) + 1, key_of(infinity, SHIFT)
+
+
+@triton.jit
+def greatest_key(row, maximum, lowest, highest, SHIFT: tl.constexpr):
+    """Return the key of the maximum, or one above it if it is soft-capped."""
+    of_maximum = key_of(tl.where(maximum == maximum, maximum, 0.0), SHIFT)
+    return highest if row.softcap is not None else tl.maximum(of_maximum, lowest)
+
+
+@triton.jit
+def load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the rules of a row, whose keys are from `lowest` to `top`.
+
+    These are top-k (0 for none), top-p, the key below which classes are dropped before top-p and
+    that of all rules but top-k and top-p, and whether the numbers are in their ranges.
+    """
+    top_k, top_p, least = row.index * 0, tl.full([], 1.0, tl.float64), lowest
+    valid = (row.temperature > 0.0) & (row.temperature < float("inf"))
+    if rules.top_k is not None:
+        top_k = tl.load(rules.top_k + row.index)
+        top_k = tl.where(top_k < row.classes, top_k, 0)
+    if rules.top_p is not None:
+        top_p = tl.load(rules.top_p + row.index)
+        valid &= (top_p >= 0.0) & (top_p <= 1.0)
+    if rules.min_p is not None:
+        min_p = tl.load(rules.min_p + row.index)
+        valid &= (min_p >= 0.0) & (min_p <= 1.0)
+        if min_p > 0.0:
+            ln_min_p, greatest = tl.log(min_p).to(maximum.dtype), finite_shift(maximum)
+            least = min_p_key(row, greatest, ln_min_p, row.temperature, lowest, top, SHIFT)
+    return top_k, top_p, least if MIN_P_FIRST else lowest, least, valid
+
+
+@triton.jit
+def load_block(row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Load a block of classes, [., LANES], -inf past the last one, and which of them exist."""
+    exists = tl.full([1], True, tl.int1)
+    where = (row.ptr + tl.arange(0, 1), row.column, start, row.classes, exists)
+    x, _, mask = load_vectors(*where, MASKED, "", TILE.block, TILE)
+    PER_LANE: tl.constexpr = TILE.block // TILE.lanes
+    x = x.to(row.slope.dtype)
+    return tl.reshape(x, [PER_LANE, TILE.lanes]), tl.reshape(mask, [PER_LANE, TILE.lanes])
+
+
+@triton.jit
+def read_block(
+    state,
+    row,
+    shift,
+    bracket,
+    buffer_ptr,
+    start,
+    MASKED: tl.constexpr,
+    TOTALS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add a block of classes to the state of lanes, and collect its classes of the bracket."""
+    collected, number, mass, sum_x_exp, maximum, block, _ = state
+    low, high = bracket
+    logit, mask = load_block(row, start, MASKED, TILE)
+    x = capped_logits(logit, mask, row.softcap, logit.dtype)
+    u = exponent(row, shift, x)
+    if TOTALS:
+        of_block, at = tl.max(x, axis=0), start // TILE.block
+        is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
+        block = tl.where(is_first, at, block)
+        maximum = tl.maximum(maximum, of_block)
+        mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
+    else:
+        above = logit > high
+        u = tl.where(above, u, -10000.0)
+        e = tl.exp2(u)
+        number += tl.sum(above.to(tl.int32), axis=0)
+        mass += tl.sum(e, axis=0).to(tl.float64)
+        sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
+    # A thread stores its classes one after the other.
+    bits = logit.to(tl.int64 if logit.dtype == tl.float64 else tl.int32, bitcast=True)
+    index = tl.arange(0, logit.shape[0])[:, None]
+    first_place = tl.minimum(collected, SLOTS) * TILE.lanes + tl.arange(0, TILE.lanes)
+    place = first_place
+    for i in tl.static_range(logit.shape[0]):
+        x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
+        inside = x >= low if TOTALS else (x >= low) & (x <= high)
+        tl.store(buffer_ptr + place, x, mask=inside)
+        place += tl.where(inside, TILE.lanes, 0)
+    collected += (place - first_place) // TILE.lanes
+    return Reading(collected, number, mass, sum_x_exp, maximum, block, 0)
+
+
+@triton.jit
+def read_row(
+    row,
+    shift,
+    first,
+    last,
+    buffer_ptr,
+    TOTALS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Read a row and return the `Reading`; no thread waits for another meanwhile.
+
+    The classes of the bracket, two keys, are collected by lane, each of which has a column of
+    slots. What is too much for them is counted alone. The buffer has room for one block more.
+
+    The read of TOTALS has no upper end. Its slots are the tile, and those that are left become
+    -inf. Others start at the end of the row, which the cache has. Their slots stand behind the
+    tile, to which the classes are moved.
+    """
+    LANES: tl.constexpr = TILE.lanes
+    SLOTS: tl.constexpr = (1 if TOTALS else 2) * CANDIDATES // LANES
+    PART: tl.constexpr = min(SLOTS, 4)
+    bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
+    zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
+    maximum = tl.full([LANES], -float("inf"), row.slope.dtype)
+    state = Reading(counts, counts, zeros, zeros, maximum, counts, 0)
+    slots_ptr = buffer_ptr if TOTALS else buffer_ptr + CANDIDATES
+    args = (row, shift, bracket, slots_ptr)
+    unmasked = row.classes // TILE.block * TILE.block
+    tl.debug_barrier()  # other threads may still read the buffer
+    if unmasked < row.classes:
+        state = read_block(state, *args, unmasked, True, TOTALS, SLOTS, TILE)
+    for start in range(0, unmasked, TILE.block):
+        at = start if TOTALS else unmasked - TILE.block - start
+        state = read_block(state, *args, at, False, TOTALS, SLOTS, TILE)
+    maximum, counts = tl.max(state.maximum), state.collected
+    block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
+    collected = tl.sum(counts)
+    complete = (tl.max(counts) <= SLOTS) & (collected <= CANDIDATES)
+    first_place = tl.cumsum(counts, axis=0) - counts
+    tl.debug_barrier()  # other threads have stored what this one reads
+    for start in tl.range(0, SLOTS, PART):
+        slot = start + tl.arange(0, PART)[:, None]
+        places, exists = slot * LANES + tl.arange(0, LANES)[None, :], slot < counts[None, :]
+        if TOTALS:
+            padding = tl.full([PART, LANES], -float("inf"), maximum.dtype)
+            tl.store(slots_ptr + places, padding, mask=exists == 0)
+        else:
+            exists &= complete
+            x = tl.load(slots_ptr + places, mask=exists)
+            tl.store(buffer_ptr + first_place[None, :] + slot, x, mask=exists)
+    if TOTALS:
+        collected = tl.where(complete, CANDIDATES, collected)
+    tl.debug_barrier()  # other threads will read what this one has stored
+    sums = tl.sum(state.number), tl.sum(state.mass), tl.sum(state.sum_x_exp)
+    return Reading(collected, *sums, maximum, block, complete)
+
+
+@triton.jit
+def count_sample(row, SAMPLE: tl.constexpr, BINS: tl.constexpr):
+    """Count a sample of the row's logits in bins of equal width below the greatest one.
+
+    The sample consists of runs of 16 classes, which lie evenly over the row.
+    """
+    i = tl.arange(0, SAMPLE)
+    column = (i // 16).to(tl.int64) * row.classes // (SAMPLE // 16) + i % 16
+    x = tl.load(row.ptr + column * row.column).to(row.slope.dtype)
+    greatest = tl.max(x)
+    least = tl.min(tl.where(x > -float("inf"), x, greatest))
+    width = tl.minimum(greatest - least, 32.0 / row.slope) / (BINS - 2)
+    place = (greatest - x) / tl.maximum(width, 1e-30)
+    place = tl.where(place < BINS - 1, place, BINS - 1.0)
+    return Sample(tl.histogram(place.to(tl.int32), BINS), greatest, width)
+
+
+@triton.jit
+def key_of_edge(sample, edge, UP: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the greatest key that is not above an edge between bins, or the least not below it."""
+    x = sample.greatest - edge * sample.width
+    key = key_of(x, SHIFT)
+    number = logit_of(key, SHIFT)
+    return key + (number < x) if UP else key - (number > x)
+
+
+@triton.jit
+def edge_of(weights, below, level):
+    """Return how many bins, with a fraction, are above the place with a weight below it.
+
+    `below` has the weights below the upper edge of each bin. Inside of a bin they lie evenly.
+    """
+    bin = tl.sum((below > level).to(tl.int32)) - 1
+    is_it = tl.arange(0, weights.shape[0]) == bin
+    part = tl.sum(tl.where(is_it, (below - level) / tl.maximum(weights, 1e-30), 0.0))
+    return bin + tl.minimum(part, 1.0)
+
+
+@triton.jit
+def guess_bracket(
+    row,
+    shift,
+    sample,
+    rest,
+    by_mass,
+    margin,
+    low,
+    high,
+    CANDIDATES: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Return two keys of [low, high] between which a threshold of the row probably is.
+
+    `rest` is the weight of the classes below the threshold. They are many and small, so a sample
+    knows their weight well. The bracket has `margin` standard deviations on both sides, or fewer if
+    the tile had no room for its classes.
+    """
+    BINS: tl.constexpr = sample.counts.shape[0]
+    bin = tl.arange(0, BINS)
+    middle = sample.greatest - (bin.to(row.slope.dtype) + 0.5) * sample.width
+    weight = tl.where(bin < BINS - 1, exponents(row, shift, middle)[0], 0.0)
+    weight = tl.where(by_mass, weight, 1.0)
+    weights = sample.counts.to(row.slope.dtype) * weight
+    below = tl.cumsum(weights, axis=0, reverse=True)
+    squares = tl.cumsum(weights * weight, axis=0, reverse=True)
+    size = tl.sum(sample.counts).to(row.slope.dtype)
+    share = size / row.classes.to(row.slope.dtype)
+    level = rest.to(row.slope.dtype) * share
+    is_it = bin == tl.maximum(tl.sum((below > level).to(tl.int32)) - 1, 0)
+    variance = tl.sum(tl.where(is_it, squares - below * below / size, 0.0))
+    one = tl.sum(tl.where(is_it, weight, 0.0))
+    deviation = tl.sqrt(tl.maximum(variance, one * one))
+    room = 0.375 * CANDIDATES * share * one
+    reach = margin * tl.minimum(deviation, tl.maximum(room, deviation) / MARGIN)
+    edge = edge_of(weights, below, level - reach)
+    first = tl.where(edge < BINS - 1, key_of_edge(sample, edge, False, SHIFT), low)
+    edge = edge_of(weights, below, level + reach)
+    last = tl.where(edge > 0.0, key_of_edge(sample, edge, True, SHIFT), high)
+    overlaps = (first <= high) & (last >= low)
+    last = tl.where(overlaps, tl.minimum(last, high), high)
+    return tl.minimum(tl.where(overlaps, tl.maximum(first, low), low), last), last
+
+
+@triton.jit
+def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """Return the part of [low, high] that has the threshold, after one read of the row.
+
+    It is the last of PARTS parts of equal length from whose first key on the weights reach the
+    goal. It ends at keys that the row has, if [low, high] does.
+    """
+    part = tl.arange(0, PARTS)
+    distance = (high.to(tl.int64) - low.to(tl.int64)).to(tl.uint64, bitcast=True)
+    length = (distance // PARTS).to(low.dtype) + 1
+    first = low + part.to(low.dtype) * length  # which may overflow twice, and is right then
+    edges = logit_of(first, SHIFT)[:, None, None]
+    LANES: tl.constexpr = TILE.lanes
+    sums, infinity = tl.zeros([PARTS, LANES], tl.float64), float("inf")
+    least = tl.full([LANES], infinity, row.slope.dtype)
+    greatest = -least
+    for start in range(0, row.classes, TILE.block):
+        x, _ = load_block(row, start, True, TILE)
+        weight = tl.where(by_mass, exponents(row, shift, x)[0], 1.0)
+        inside = (x >= logit_of(low, SHIFT)) & (x <= logit_of(high, SHIFT))
+        least = tl.minimum(least, tl.min(tl.where(inside, x, infinity), axis=0))
+        greatest = tl.maximum(greatest, tl.max(tl.where(inside, x, -infinity), axis=0))
+        sums += tl.sum(tl.where(x[None] >= edges, weight[None], 0.0), axis=1).to(tl.float64)
+    reaches = (tl.sum(sums, axis=1) >= goal) & (first <= high)
+    index = tl.max(tl.where(reaches, part, 0)).to(low.dtype)
+    low += index * length
+    high = tl.minimum(low + (length - 1), high)
+    least, greatest = key_of(tl.min(least), SHIFT), key_of(tl.max(greatest), SHIFT)
+    low = tl.where(least <= high, tl.maximum(low, least), low)
+    return low, tl.where(greatest >= low, tl.minimum(high, greatest), high)
+
+
+@triton.jit
+def locate(tile, weight, goal, above, low, high, SHIFT: tl.constexpr):
+    """Find the greatest key of [low, high] from which on the weights reach a goal.
+
+    `above` is the weight of the classes above the tile. Return whether the tile has the key, and
+    the bounds of it that are known now; the key is both of them.
+    """
+    is_below = (above < goal) | (tile.last >= high)
+    reaches = (above + tl.sum(weight) >= goal) | (tile.first <= low)
+    found = is_below & tile.complete & reaches
+    if found:
+        first = tl.maximum(tile.first, low)
+        last = tl.minimum(tl.minimum(tile.last, high), key_of(tl.max(tile.x), SHIFT))
+        missing = (goal - above).to(weight.dtype)
+        low = find_key(tile.x, weight, missing, first, tl.maximum(first, last), SHIFT)
+        high = low
+    else:
+        low = tl.where(is_below, tl.where(reaches, tl.maximum(tile.first, low), low), tile.last + 1)
+        end = tl.where(tile.complete, tile.first - 1, tile.last)
+        high = tl.where(is_below, tl.minimum(end, high), high)
+    return found, low, high
+
+
+@triton.jit
+def has_key(tile, key):
+    """Return whether a tile has all classes of a key, and of those between it and its end."""
+    return tile.complete & (key >= tile.first) & (key <= tile.last)
+
+
+@triton.jit
+def load_tile(buffer_ptr, found, first, last, SHIFT: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Load the classes that a read of the row has collected between two keys.
+
+    If they are too many for the buffer, the least key stands for all of them.
+    """
+    i, complete = tl.arange(0, CANDIDATES), found.complete
+    x = tl.load(buffer_ptr + i, mask=complete & (i < found.collected), other=-float("inf"))
+    x = tl.where((complete == 0) & (i == 0), logit_of(first, SHIFT), x)
+    each = tl.where(complete, 1, found.collected).to(x.dtype)
+    return Tile(x, each, first, last, complete | (first == last))
+
+
+@triton.jit
+def finish_row(
+    row,
+    shift,
+    results,
+    kept,
+    maximum,
+    total,
+    least,
+    cut,
+    label,
+    valid,
+    ignore_index,
+    KEEPS_TARGET: tl.constexpr,
+):
+    """Store the results of a row, given the number of what its rules keep and the sums over it."""
+    number, mass, sum_x_exp = kept
+    dtype: tl.constexpr = maximum.dtype
+    not_ignored = label != ignore_index
+    in_range = not_ignored & (label >= 0) & (label < row.classes)
+    x = tl.load(row.ptr + label * row.column, mask=in_range, other=-float("inf")).to(dtype)
+    in_set = (x >= least) & (x > -float("inf"))
+    adds = in_range & (in_set == 0) & (x > -float("inf")) & KEEPS_TARGET
+    e, u = exponents(row, shift, x)
+    mass += tl.where(adds, e, 0.0).to(tl.float64)
+    sum_x_exp += tl.where(adds, e * u, 0.0).to(tl.float64)
+    # The results are relative to the maximum of the row.
+    moved = exponent(row, shift, finite_shift(maximum)).to(tl.float64)
+    scale = tl.exp(-LN2 * moved)
+    sum_x_exp = scale * (sum_x_exp - mass * moved)
+    total, mass = (total * scale).to(dtype), mass * scale
+    shift, valid = finite_shift(maximum), valid & (in_range | (not_ignored == 0))
+    nan_or_zero = tl.where(valid, 0.0, float("nan")).to(dtype)
+    kept_sumexp = tl.where(total == total, mass.to(dtype), float("nan")) + nan_or_zero
+    logprob = divide(apply_softcap(x, row.softcap) - shift, row.temperature)
+    logprob = tl.where(in_set | adds, logprob, -float("inf"))
+    log_sum, shift = log_exact(kept_sumexp), divide(shift, row.temperature)
+    index = row.index
+    logprob = tl.where(not_ignored, logprob - log_sum, 0.0) + nan_or_zero
+    entropy = log_sum - divide((sum_x_exp * LN2).to(dtype), kept_sumexp)
+    tl.store(results.logprob + index, logprob)
+    tl.store(results.logsumexp + index, shift + log_exact(total) + nan_or_zero)
+    tl.store(results.kept_logsumexp + index, shift + log_sum)
+    tl.store(results.entropy + index, entropy)
+    tl.store(results.kept + index, (number + adds).to(tl.int64))
+    in_set = (in_set & (total == total)) | (not_ignored == 0)
+    tl.store(results.in_set + index, valid & in_set)
+    tl.store(results.threshold + index, cut)
+    tl.store(results.label + index, label)
+    tl.store(results.maximum + index, maximum)
+    tl.store(results.sumexp + index, total)
+    tl.store(results.kept_sumexp + index, kept_sumexp)
+
+
+@triton.jit
+def truncated_stats_kernel(
+    logits,  # StridedRows of one batch
+    target_ptr,  # [M], or None for the arg-max
+    rules,  # SamplerRules
+    results,  # TruncatedRows [M]
+    buffer,  # StridedRows of one batch, memory for a tile, two of slots and a block
+    classes,
+    softcap: tl.float64,
+    ignore_index,
+    MIN_P_FIRST: tl.constexpr,
+    KEEPS_TARGET: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether the tile is the whole row
+    CANDIDATES: tl.constexpr,  # classes of a tile
+    TILE: tl.constexpr,  # LaneTile
+    SAMPLE: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Compute the statistics of one row, which is read again while no tile has its threshold."""
+    index = tl.program_id(0).to(tl.int64)
+    temperature = tl.full([], 1.0, ACC_DTYPE)
+    if rules.temperature is not None:
+        temperature = tl.load(rules.temperature + index).to(ACC_DTYPE)
+    row = TruncatedRow(
+        index,
+        logits.ptr + index * logits.row,
+        logits.column,
+        classes,
+        tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None,
+        temperature,
+        tl.full([], LOG2E, ACC_DTYPE) / temperature,
+    )
+    buffer_ptr = buffer.ptr + index * buffer.row
+    lowest, highest = range_of_keys(ACC_DTYPE, SHIFT)
+    zero, none = tl.full([], 0.0, tl.float64), tl.full([], 0, tl.int32)
+    if WHOLE:
+        x, mask = load_block(row, 0, True, TILE)
+        capped = capped_logits(x, mask, row.softcap, ACC_DTYPE)
+        maximum, block = tl.max(tl.max(capped, axis=0)), none
+        shift = finite_shift(maximum)
+        terms = tl.exp2(exponent(row, shift, capped))
+        total = tl.sum(tl.sum(terms, axis=0).to(tl.float64))
+        above = Reading(none, none, zero, zero, maximum, none, index >= 0)
+        x, one = tl.reshape(x, [CANDIDATES]), tl.full([], 1.0, ACC_DTYPE)
+        tile = Tile(x, one, lowest, highest, index >= 0)
+    else:
+        sample = count_sample(row, SAMPLE, BINS)
+        # The first tile has a quarter of its size, so that no lane has too few slots.
+        common = tl.cumsum(sample.counts, axis=0) < CANDIDATES // 4 * SAMPLE // classes
+        edge = tl.minimum(tl.sum(common.to(tl.int32)) + 1, BINS - 1)
+        first, last = key_of_edge(sample, edge, False, SHIFT), highest
+        first = tl.minimum(tl.maximum(first, lowest), highest)
+        maximum = apply_softcap(sample.greatest, row.softcap)
+        above = Reading(none, none, zero, zero, maximum, none, index < 0)
+        shift, reads = finite_shift(maximum), 0
+        # The sums overflow if the greatest logit of the sample is far below that of the row.
+        while (reads < 2) & ((above.mass >= 1.0) & (above.mass <= 1e30) == 0):
+            shift = finite_shift(above.maximum)
+            args = (row, shift, first, last, buffer_ptr)
+            above = read_row(*args, True, SHIFT, CANDIDATES, TILE)
+            reads += 1
+        maximum, block, total = above.maximum, above.block, above.mass
+        above = Reading(above.collected, none, zero, zero, maximum, block, above.complete)
+    top = greatest_key(row, maximum, lowest, highest, SHIFT)
+    limits = load_rules(row, rules, maximum, lowest, top, MIN_P_FIRST, SHIFT)
+    top_k, top_p, before, least, valid = limits
+    low, high, goal, tries = lowest, top, top_k.to(tl.float64), 0
+    # The steps: 0 finds the k-th class, 1 adds up what is left, 2 finds the threshold of its share,
+    # and 3 needs the tile around the row's threshold.
+    step = tl.where(valid & (total == total), 0, 4)
+    while step < 4:
+        if not WHOLE:
+            tile = load_tile(buffer_ptr, above, first, last, SHIFT, CANDIDATES)
+        if step == 0:
+            found = top_k <= 0
+            if top_k > 0:
+                weight = tl.where(tile.x > -float("inf"), tile.each, 0.0)
+                above_tile = above.number.to(tl.float64)
+                found, low, high = locate(tile, weight, goal, above_tile, low, high, SHIFT)
+            if found:
+                before, step, tries = tl.maximum(before, low), 1, 0
+                low, high = lowest, top
+        if step == 1:
+            if top_p >= 1.0:
+                least, step = tl.maximum(least, before), 3
+            elif before == lowest:
+                goal, step = top_p * total, 2
+            elif has_key(tile, before):
+                e = exponents(row, shift, tile.x)[0]
+                mass = tl.sum(tl.where(tile.x >= logit_of(before, SHIFT), e, 0.0)) * tile.each
+                goal, low, step = top_p * (above.mass + mass), before, 2
+        if step == 2:
+            weight = exponents(row, shift, tile.x)[0] * tile.each
+            found, low, high = locate(tile, weight, goal, above.mass, low, high, SHIFT)
+            if found:
+                least, step = tl.maximum(least, tl.maximum(before, low)), 3
+        if step == 3:
+            step += has_key(tile, least).to(tl.int32)
+        if not WHOLE:
+            if step < 4:
+                is_overfull = (tile.complete == 0) & (low <= last) & (first <= high)
+                tries += 1
+                if (step == 1) | (step == 3):
+                    first = tl.where(step == 1, before, least)
+                    last = first
+                elif (tries > 2) | (is_overfull & (tries > 1)):
+                    reads = 0
+                    while (reads < 4) & (low < high):
+                        low, high = narrow(row, shift, goal, step == 2, low, high, SHIFT, TILE)
+                        reads += 1
+                    first, last = low, high
+                else:
+                    rest = tl.where(step == 2, total, classes.to(tl.float64)) - goal
+                    rule = (rest, step == 2, MARGIN * tries, low, high)
+                    first, last = guess_bracket(row, shift, sample, *rule, CANDIDATES, SHIFT)
+                args = (row, shift, first, last, buffer_ptr)
+                above = read_row(*args, False, SHIFT, CANDIDATES, TILE)
+    if not WHOLE:
+        tile = load_tile(buffer_ptr, above, first, last, SHIFT, CANDIDATES)
+    if target_ptr is not None:
+        label = tl.load(target_ptr + index).to(tl.int64)
+    else:  # The first block that has the maximum is read again.
+        column = block * TILE.block + tl.arange(0, TILE.block)
+        pointers = row.ptr + column.to(tl.int64) * row.column
+        y = tl.load(pointers, mask=column < classes, other=-float("inf")).to(ACC_DTYPE)
+        y = tl.where(column < classes, apply_softcap(y, row.softcap), -float("inf"))
+        label = tl.min(tl.where(y == tl.max(y), column, NOT_FOUND))
+        label = tl.minimum(label, classes - 1).to(tl.int64)
+    threshold = logit_of(least, SHIFT)
+    kept = tile.x >= threshold
+    cut = cut_of(tile.x, threshold)
+    e, u = exponents(row, shift, tile.x)
+    e = tl.where(kept, e * tile.each, 0.0)
+    number = tl.sum(tl.where(kept & (tile.x > -float("inf")), tile.each, 0.0)).to(tl.int32)
+    sums = (
+        tl.where(valid & (total == total), above.number + number, 0),
+        above.mass + tl.sum(e.to(tl.float64)),
+        above.sum_x_exp + tl.sum((e * u).to(tl.float64)),
+    )
+    found = (results, sums, maximum, total, threshold, cut, label, valid, ignore_index)
+    finish_row(row, shift, *found, KEEPS_TARGET)
+
+
+@triton.jit(do_not_specialize=["first"])
+def truncated_stats_backward_kernel(
+    on_label,  # RowNumbers, the gradients of the first four results; None for zeros
+    on_all,
+    on_kept,
+    on_entropy,
+    logits,  # StridedRows, from the class `first` on
+    found,  # TruncatedSums, [batches, rows]
+    dlogits,  # StridedRows, which may be the logits
+    rows,
+    width,  # of these classes
+    first,
+    classes,
+    softcap: tl.float64,
+    ignore_index,
+    KEEPS_TARGET: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute a tile of the gradient from the rows' statistics with one read and one write.
+
+    The gradient of the log-probability is 0 where the rules drop the target and it is not kept.
+    """
+    softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
+    tile = locate_tile(rows, width, tl.cdiv(width, BLOCK_V), ROWS, BLOCK_V)
+    index, row_mask, mask = tile.index, tile.row_mask, tile.mask
+    temperature = tl.full([ROWS], 1.0, ACC_DTYPE)
+    if found.temperature is not None:
+        temperature = tl.load(found.temperature + index, mask=row_mask, other=1.0).to(ACC_DTYPE)
+    label = tl.load(found.label + index, mask=row_mask, other=0)
+    not_ignored = row_mask & (label != ignore_index)
+    in_range = (label >= 0) & (label < classes)
+    on_label = load_row_gradient(on_label, index, row_mask, ACC_DTYPE)
+    has_logprob = not_ignored
+    if not KEEPS_TARGET:
+        has_logprob &= tl.load(found.in_set + index, mask=row_mask, other=0) != 0
+    on_label = tl.where(has_logprob, on_label, 0.0)
+    on_all = load_row_gradient(on_all, index, row_mask, ACC_DTYPE)
+    on_kept = load_row_gradient(on_kept, index, row_mask, ACC_DTYPE) - on_label
+    on_entropy = load_row_gradient(on_entropy, index, row_mask, ACC_DTYPE)
+    least = tl.load(found.threshold + index, mask=row_mask, other=0.0)
+    shift = finite_shift(tl.load(found.maximum + index, mask=row_mask, other=0.0))
+    total = tl.load(found.sumexp + index, mask=row_mask, other=1.0)
+    kept_total = tl.load(found.kept_sumexp + index, mask=row_mask, other=1.0)
+    offset = tl.load(found.entropy + index, mask=row_mask, other=0.0) - log_exact(kept_total)
+    raw = tl.load(tile_ptrs(logits, tile), mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    is_label = first + tile.column == label[:, None]
+    kept = raw >= least[:, None]
+    if KEEPS_TARGET:
+        kept |= is_label & not_ignored[:, None]
+    kept &= raw > -float("inf")
+    x = apply_softcap(raw, softcap)
+    exponent = (x - shift[:, None]) * (tl.full([], LOG2E, ACC_DTYPE) / temperature)[:, None]
+    e = tl.exp2(exponent)
+    # This is log p + entropy, which stays finite where p is 0.
+    logp_plus_entropy = LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]
+    of_kept = on_kept[:, None] - on_entropy[:, None] * logp_plus_entropy
+    grad = tl.where(kept, e * reciprocal(kept_total)[:, None] * of_kept, 0.0)
+    grad += e * (on_all * reciprocal(total))[:, None]
+    grad += tl.where(is_label, on_label[:, None], 0.0)
+    grad = through_softcap(grad / temperature[:, None], x, softcap)
+    # A row without an upstream gradient has none, even if its logits are NaN.
+    active = tl.abs(on_label) + tl.abs(on_all) + tl.abs(on_kept) + tl.abs(on_entropy)  # [ROWS]
+    grad = tl.where((kept_total == kept_total)[:, None], grad, float("nan"))
+    grad = tl.where((active == 0.0)[:, None], 0.0, grad)
+    grad = tl.where((not_ignored & (in_range == 0))[:, None], float("nan"), grad)
+    tl.store(tile_ptrs(dlogits, tile), grad.to(dlogits.ptr.dtype.element_ty), mask=mask)
