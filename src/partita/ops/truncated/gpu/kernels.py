@@ -240,37 +240,20 @@ def load_block(row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
     return tl.reshape(x, [PER_LANE, TILE.lanes]), tl.reshape(mask, [PER_LANE, TILE.lanes])
 
 
-GROUP = tl.constexpr(8)  # classes of a thread that it passes over together
-
-
 @triton.constexpr_function
-def collect_assembly(classes, lanes, totals):
-    """Return PTX in which a thread stores those of its classes that are in a bracket.
+def collect_assembly(step):
+    """Return PTX with which a thread stores those of 8 logits that are at least a bound.
 
-    The operands are the low word of an address, the number of classes above the bracket, their sums
-    of 2**u and u 2**u, these four once more, the address's high word, the ends of the bracket, the
-    logits, and their u. The read of `totals` only compares logits with the lower end.
+    An address and a maximum are results and operands, and the bound and the logits follow. The
+    addresses are `step` bytes apart and have one high word. Most warps have nothing to store.
     """
-    x = [f"${10 + i}" for i in range(classes)]
-    code = []
-    if totals:
-        code += [f"max.f32 m, {x[0]}, {x[1]};"] + [f"max.f32 m, m, {y};" for y in x[2:]]
-        code += ["max.f32 $2, $2, m;", "setp.lt.f32 p, m, $8;", "@p bra done;"]
-    u = [f"${10 + classes + i}" for i in range(0 if totals else classes)]
-    code += [f"ex2.approx.ftz.f32 e{i}, {y};" for i, y in enumerate(u)]
-    for i, y in enumerate(u):
-        code += [f"setp.gt.f32 q, {x[i]}, $9;", "@q add.s32 $1, $1, 1;"]
-        code += [f"@q add.f32 $2, $2, e{i};", f"@q fma.rn.f32 $3, e{i}, {y}, $3;"]
-    code += ["mov.b64 {low, high}, $0;"]
-    for y in x:
-        if totals:
-            code += [f"setp.ge.f32 p, {y}, $8;"]
-        else:
-            code += [f"setp.gt.f32 q, {y}, $9;", f"setp.ge.and.f32 p, {y}, $8, !q;"]
-        code += ["mov.b64 a, {low, high};", f"@p st.global.b32 [a], {y};"]
-        code += [f"@p add.s32 low, low, {4 * lanes};"]
-    code += ["mov.b64 $0, {low, high};"]
-    return "{ .reg .pred p, q; .reg .f32 m; " + f".reg .f32 e<{classes}>; .reg .b32 low, high; .reg .b64 a; " + " ".join(code) + " done: }"
+    code = ["mov.f32 m, $5;"] + [f"max.f32 m, m, ${i};" for i in range(6, 13)]
+    code += ["max.f32 $1, $1, m; setp.lt.f32 p, m, $4; @p bra done; mov.b64 {low, high}, $0;"]
+    for i in range(5, 13):
+        code += [f"setp.ge.f32 p, ${i}, $4;", "mov.b64 address, {low, high};"]
+        code += [f"@p st.global.b32 [address], ${i};", f"@p add.s32 low, low, {step};"]
+    registers = "{ .reg .pred p; .reg .f32 m; .reg .b32 low, high; .reg .b64 address; "
+    return registers + " ".join(code) + " mov.b64 $0, {low, high}; done: }"
 
 
 @triton.jit
@@ -286,64 +269,53 @@ def read_block(
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add a block of classes to the state of lanes, and collect its classes of the bracket."""
+    """Add a block to the state of lanes. Each stores its classes of the bracket in their order."""
     collected, number, mass, sum_x_exp, maximum, block, _ = state
     low, high = bracket
     logit, mask = load_block(row, start, MASKED, TILE)
+    x = capped_logits(logit, mask, row.softcap, logit.dtype)
+    u = exponent(row, shift, x)
     if TOTALS:
-        x = capped_logits(logit, mask, row.softcap, logit.dtype)
-        mass += tl.sum(tl.exp2(exponent(row, shift, x)), axis=0).to(tl.float64)
-        of_block = tl.max(x, axis=0)
+        of_block, at = tl.max(x, axis=0), start // TILE.block
+        mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
+    else:
+        above = logit > high
+        u = tl.where(above, u, -10000.0)
+        e = tl.exp2(u)
+        number += tl.sum(above.to(tl.int32), axis=0)
+        mass += tl.sum(e, axis=0).to(tl.float64)
+        sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
     LANES: tl.constexpr = TILE.lanes
     bits = logit.to(tl.int64 if logit.dtype == tl.float64 else tl.int32, bitcast=True)
     index = tl.arange(0, logit.shape[0])[:, None]
-    zero = tl.zeros([LANES], maximum.dtype)
     place = tl.minimum(collected, SLOTS) * LANES + tl.arange(0, LANES)
-    if TILE.access > 0 and logit.dtype == tl.float32:
-        first = (buffer_ptr + place).to(tl.int64)
-        sums = (first, number, zero - float("inf") if TOTALS else zero, zero)
-        WIDTH: tl.constexpr = min(logit.shape[0], GROUP)
-        for g in tl.static_range(0, logit.shape[0], WIDTH):
-            xs, us = (), ()
-            for i in tl.static_range(g, g + WIDTH):
-                y = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
-                xs = xs + (y,)
-                if not TOTALS:
-                    us = us + (exponent(row, shift, apply_softcap(y, row.softcap)),)
-            sums = tl.inline_asm_elementwise(
-                collect_assembly(WIDTH, LANES, TOTALS),
-                "=&l,=&r,=&f,=&f,0,1,2,3,f,f" + ",f" * (WIDTH if TOTALS else 2 * WIDTH),
-                sums + (low, high) + xs + us,
-                dtype=(tl.int64, tl.int32, tl.float32, tl.float32),
-                is_pure=False,
-                pack=1,
-            )
-        collected += (sums[0] - first).to(tl.int32) // (4 * LANES)
-        if TOTALS:
-            if row.softcap is None:
-                of_block = sums[2]
-        else:
-            number = sums[1]
-            mass += sums[2].to(tl.float64)
-            sum_x_exp += sums[3].to(tl.float64)
+    if TOTALS and TILE.access > 0 and row.ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # The block after the next one comes to the L2 cache meanwhile.
+        ahead = tl.minimum(start + 2 * TILE.block, row.classes - TILE.block)
+        prefetch_line(row.ptr + ahead + tl.arange(0, LANES) * logit.shape[0])
+        first, logits = (buffer_ptr + place).to(tl.int64), ()
+        found = (first, tl.full([LANES], -float("inf"), tl.float32))
+        ASSEMBLY: tl.constexpr = collect_assembly(4 * LANES)
+        for i in tl.static_range(logit.shape[0]):
+            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(tl.float32, bitcast=True)
+            logits = logits + (x,)
+            if i % 8 == 7:
+                args = found + (low,) + logits
+                found = tl.inline_asm_elementwise(
+                    ASSEMBLY, "=&l,=&f,0,1" + ",f" * 9, args, (tl.int64, tl.float32), False, 1
+                )
+                logits = ()
+        collected += (found[0] - first).to(tl.int32) // (4 * LANES)
+        of_block = found[1] if row.softcap is None else of_block
     else:
-        if not TOTALS:
-            above = logit > high
-            u = exponent(row, shift, apply_softcap(logit, row.softcap))
-            e = tl.where(above, tl.exp2(u), 0.0)
-            number += tl.sum(above.to(tl.int32), axis=0)
-            mass += tl.sum(e, axis=0).to(tl.float64)
-            sum_x_exp += tl.sum(tl.where(above, e * u, 0.0), axis=0).to(tl.float64)
-        # A thread stores its classes one after the other.
-        first = place
+        first_place = place
         for i in tl.static_range(logit.shape[0]):
             x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
             inside = x >= low if TOTALS else (x >= low) & (x <= high)
             tl.store(buffer_ptr + place, x, mask=inside)
             place += tl.where(inside, LANES, 0)
-        collected += (place - first) // LANES
+        collected += (place - first_place) // LANES
     if TOTALS:
-        at = start // TILE.block
         is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
         block = tl.where(is_first, at, block)
         maximum = tl.maximum(maximum, of_block)
@@ -360,7 +332,6 @@ def read_row(
     TOTALS: tl.constexpr,
     SHIFT: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    AHEAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Read a row and return the `Reading`; no thread waits for another meanwhile.
@@ -387,10 +358,6 @@ def read_row(
         state = read_block(state, *args, unmasked, True, TOTALS, SLOTS, TILE)
     for start in range(0, unmasked, TILE.block):
         at = start if TOTALS else unmasked - TILE.block - start
-        if AHEAD > 0 and TILE.access > 0:
-            ahead = at + AHEAD * TILE.block if TOTALS else at - AHEAD * TILE.block
-            ahead = tl.minimum(tl.maximum(ahead, 0), unmasked - TILE.block)
-            prefetch_line(row.ptr + ahead + tl.arange(0, LANES) * (TILE.block // LANES))
         state = read_block(state, *args, at, False, TOTALS, SLOTS, TILE)
     maximum, counts = tl.max(state.maximum), state.collected
     block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
@@ -646,8 +613,6 @@ def truncated_stats_kernel(
     TILE: tl.constexpr,  # LaneTile
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
-    FIRST: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Compute the statistics of one row, which is read again while no tile has its threshold."""
     index = tl.program_id(0).to(tl.int64)
@@ -678,13 +643,11 @@ def truncated_stats_kernel(
         tile = Tile(x, one, lowest, highest, index >= 0)
     else:
         sample = count_sample(row, SAMPLE, BINS)
-        # Few classes make the read fast. With a quarter of a tile, no lane has too few slots.
-        rank = CANDIDATES // FIRST * SAMPLE // classes
+        # The first tile has a quarter of its size at most, so that no lane has too few slots.
+        rank = CANDIDATES // 4 * SAMPLE // classes
         if rules.top_k is not None:
-            top_k = tl.load(rules.top_k + index)
-            if top_k > 0:
-                share = tl.minimum(top_k, CANDIDATES).to(tl.int32) * SAMPLE // classes
-                rank = tl.minimum(5 + 2 * share, CANDIDATES // 4 * SAMPLE // classes)
+            top_k = tl.minimum(tl.load(rules.top_k + index), CANDIDATES).to(tl.int32)
+            rank = tl.where(top_k > 0, tl.minimum(rank, 5 + 2 * top_k * SAMPLE // classes), rank)
         common = tl.cumsum(sample.counts, axis=0) < rank
         edge = tl.minimum(tl.sum(common.to(tl.int32)) + 1, BINS - 1)
         first, last = key_of_edge(sample, edge, False, SHIFT), highest
@@ -696,7 +659,7 @@ def truncated_stats_kernel(
         while (reads < 2) & ((above.mass >= 1.0) & (above.mass <= 1e30) == 0):
             shift = finite_shift(above.maximum)
             args = (row, shift, first, last, buffer_ptr)
-            above = read_row(*args, True, SHIFT, CANDIDATES, AHEAD, TILE)
+            above = read_row(*args, True, SHIFT, CANDIDATES, TILE)
             reads += 1
         maximum, block, total = above.maximum, above.block, above.mass
         above = Reading(above.collected, none, zero, zero, maximum, block, above.complete)
@@ -753,7 +716,7 @@ def truncated_stats_kernel(
                     rule = (rest, step == 2, MARGIN * tries, low, high)
                     first, last = guess_bracket(row, shift, sample, *rule, CANDIDATES, SHIFT)
                 args = (row, shift, first, last, buffer_ptr)
-                above = read_row(*args, False, SHIFT, CANDIDATES, AHEAD, TILE)
+                above = read_row(*args, False, SHIFT, CANDIDATES, TILE)
     if not WHOLE:
         tile = load_tile(buffer_ptr, above, first, last, SHIFT, CANDIDATES)
     if target_ptr is not None:

@@ -27,11 +27,8 @@ WARPS, SHORT_WARPS = 8, 4
 EACH = 16  # classes of a block for each thread
 REGISTERS = 512  # of a thread, times the warps of its program
 TILE = 4096  # classes that are searched at once at most
-SAMPLE = 2048  # classes from which thresholds are guessed
-BINS = 128
-FIRST = 8
-AHEAD = 0  # blocks
-TOP_K_TILE = 2048
+SAMPLE = 4096  # classes from which thresholds are guessed
+BINS = 256
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -53,7 +50,7 @@ def truncated_of_rows(
         logits = logits.contiguous()
     rows = matrix_rows(logits)
     # A bracket has few classes of a short row.
-    candidates = min(max(next_power_of_2(classes // 16), 1024), TILE if rules.top_k is None else TOP_K_TILE)
+    candidates = min(max(next_power_of_2(classes // 16), 1024), TILE)
     if whole:
         candidates = next_power_of_2(classes)
         tile = lane_tile(classes, candidates, max(candidates // 1024, 1), rows)
@@ -62,11 +59,11 @@ def truncated_of_rows(
         warps = WARPS if classes >= LONG_ROW else SHORT_WARPS
         tile = lane_tile(classes, EACH * 32 * warps, warps, rows)
     dtype = found.maximum.dtype
-    # No row of the buffer has addresses of two high words.
+    # All addresses of a row of the buffer have the same high word.
     width = 0 if whole else next_power_of_2(3 * candidates + tile.block)
     buffer = logits.new_empty((M + 1) * width, dtype=dtype)
     first = -buffer.data_ptr() // dtype.itemsize % max(width, 1)
-    buffer = buffer[first : first + M * width].view(M, width)
+    part = 1 if rules.top_k is None else 2  # The bracket of top-k needs a small sample.
     limit = {}
     if not whole and tile.access and logits.element_size() <= 4:
         limit = {"maxnreg": REGISTERS // tile.num_warps}
@@ -77,7 +74,7 @@ def truncated_of_rows(
         target_ptr=target,
         rules=SamplerRules(*rules[:4]),
         results=found,
-        buffer=matrix_rows(buffer),
+        buffer=matrix_rows(buffer[first : first + M * width].view(M, width)),
         classes=classes,
         softcap=softcap,
         ignore_index=ignore_index,
@@ -88,10 +85,8 @@ def truncated_of_rows(
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         WHOLE=whole,
         CANDIDATES=candidates,
-        SAMPLE=SAMPLE,
-        BINS=BINS,
-        FIRST=FIRST,
-        AHEAD=AHEAD,
+        SAMPLE=SAMPLE // part,
+        BINS=BINS // part,
         TILE=tile,
         num_warps=tile.num_warps,
         **limit,
