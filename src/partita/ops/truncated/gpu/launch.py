@@ -63,7 +63,8 @@ def truncated_of_rows(
     width = 0 if whole else next_power_of_2(3 * candidates + tile.block)
     buffer = logits.new_empty((M + 1) * width, dtype=dtype)
     first = -buffer.data_ptr() // dtype.itemsize % max(width, 1)
-    part = 1 if rules.top_k is None else 2  # The bracket of top-k needs a small sample.
+    # A small sample is enough for the bracket of top-k. In fp32 the kernel would spill more.
+    part = 2 if rules.top_k is not None and logits.element_size() == 2 else 1
     limit = {}
     if not whole and tile.access and logits.element_size() <= 4:
         limit = {"maxnreg": REGISTERS // tile.num_warps}
