@@ -33,7 +33,7 @@ from ....primitives.gpu.math import (
     reciprocal,
     through_softcap,
 )
-from ....primitives.gpu.memory import load_vectors
+from ....primitives.gpu.memory import load_vectors, prefetch_line
 from ....primitives.gpu.reduce import NOT_FOUND, locate_tile, tile_ptrs
 from ...cross_entropy.gpu.row_math import load_row_gradient
 
@@ -240,6 +240,22 @@ def load_block(row, start, MASKED: tl.constexpr, TILE: tl.constexpr):
     return tl.reshape(x, [PER_LANE, TILE.lanes]), tl.reshape(mask, [PER_LANE, TILE.lanes])
 
 
+@triton.constexpr_function
+def collect_assembly(step):
+    """Return PTX with which a thread stores those of 8 logits that are at least a bound.
+
+    An address and a maximum are results and operands, and the bound and the logits follow. The
+    addresses are `step` bytes apart and have one high word. Most warps have nothing to store.
+    """
+    code = ["mov.f32 m, $5;"] + [f"max.f32 m, m, ${i};" for i in range(6, 13)]
+    code += ["max.f32 $1, $1, m; setp.lt.f32 p, m, $4; @p bra done; mov.b64 {low, high}, $0;"]
+    for i in range(5, 13):
+        code += [f"setp.ge.f32 p, ${i}, $4;", "mov.b64 address, {low, high};"]
+        code += [f"@p st.global.b32 [address], ${i};", f"@p add.s32 low, low, {step};"]
+    registers = "{ .reg .pred p; .reg .f32 m; .reg .b32 low, high; .reg .b64 address; "
+    return registers + " ".join(code) + " mov.b64 $0, {low, high}; done: }"
+
+
 @triton.jit
 def read_block(
     state,
@@ -253,7 +269,7 @@ def read_block(
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add a block of classes to the state of lanes, and collect its classes of the bracket."""
+    """Add a block to the state of lanes. Each stores its classes of the bracket in their order."""
     collected, number, mass, sum_x_exp, maximum, block, _ = state
     low, high = bracket
     logit, mask = load_block(row, start, MASKED, TILE)
@@ -261,9 +277,6 @@ def read_block(
     u = exponent(row, shift, x)
     if TOTALS:
         of_block, at = tl.max(x, axis=0), start // TILE.block
-        is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
-        block = tl.where(is_first, at, block)
-        maximum = tl.maximum(maximum, of_block)
         mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
     else:
         above = logit > high
@@ -272,17 +285,40 @@ def read_block(
         number += tl.sum(above.to(tl.int32), axis=0)
         mass += tl.sum(e, axis=0).to(tl.float64)
         sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
-    # A thread stores its classes one after the other.
+    LANES: tl.constexpr = TILE.lanes
     bits = logit.to(tl.int64 if logit.dtype == tl.float64 else tl.int32, bitcast=True)
     index = tl.arange(0, logit.shape[0])[:, None]
-    first_place = tl.minimum(collected, SLOTS) * TILE.lanes + tl.arange(0, TILE.lanes)
-    place = first_place
-    for i in tl.static_range(logit.shape[0]):
-        x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
-        inside = x >= low if TOTALS else (x >= low) & (x <= high)
-        tl.store(buffer_ptr + place, x, mask=inside)
-        place += tl.where(inside, TILE.lanes, 0)
-    collected += (place - first_place) // TILE.lanes
+    place = tl.minimum(collected, SLOTS) * LANES + tl.arange(0, LANES)
+    if TOTALS and TILE.access > 0 and row.ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # The block after the next one comes to the L2 cache meanwhile.
+        ahead = tl.minimum(start + 2 * TILE.block, row.classes - TILE.block)
+        prefetch_line(row.ptr + ahead + tl.arange(0, LANES) * logit.shape[0])
+        first, logits = (buffer_ptr + place).to(tl.int64), ()
+        found = (first, tl.full([LANES], -float("inf"), tl.float32))
+        ASSEMBLY: tl.constexpr = collect_assembly(4 * LANES)
+        for i in tl.static_range(logit.shape[0]):
+            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(tl.float32, bitcast=True)
+            logits = logits + (x,)
+            if i % 8 == 7:
+                args = found + (low,) + logits
+                found = tl.inline_asm_elementwise(
+                    ASSEMBLY, "=&l,=&f,0,1" + ",f" * 9, args, (tl.int64, tl.float32), False, 1
+                )
+                logits = ()
+        collected += (found[0] - first).to(tl.int32) // (4 * LANES)
+        of_block = found[1] if row.softcap is None else of_block
+    else:
+        first_place = place
+        for i in tl.static_range(logit.shape[0]):
+            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
+            inside = x >= low if TOTALS else (x >= low) & (x <= high)
+            tl.store(buffer_ptr + place, x, mask=inside)
+            place += tl.where(inside, LANES, 0)
+        collected += (place - first_place) // LANES
+    if TOTALS:
+        is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
+        block = tl.where(is_first, at, block)
+        maximum = tl.maximum(maximum, of_block)
     return Reading(collected, number, mass, sum_x_exp, maximum, block, 0)
 
 
@@ -607,8 +643,12 @@ def truncated_stats_kernel(
         tile = Tile(x, one, lowest, highest, index >= 0)
     else:
         sample = count_sample(row, SAMPLE, BINS)
-        # The first tile has a quarter of its size, so that no lane has too few slots.
-        common = tl.cumsum(sample.counts, axis=0) < CANDIDATES // 4 * SAMPLE // classes
+        # The first tile has a quarter of its size at most, so that no lane has too few slots.
+        rank = CANDIDATES // 4 * SAMPLE // classes
+        if rules.top_k is not None:
+            top_k = tl.minimum(tl.load(rules.top_k + index), CANDIDATES).to(tl.int32)
+            rank = tl.where(top_k > 0, tl.minimum(rank, 5 + 2 * top_k * SAMPLE // classes), rank)
+        common = tl.cumsum(sample.counts, axis=0) < rank
         edge = tl.minimum(tl.sum(common.to(tl.int32)) + 1, BINS - 1)
         first, last = key_of_edge(sample, edge, False, SHIFT), highest
         first = tl.minimum(tl.maximum(first, lowest), highest)

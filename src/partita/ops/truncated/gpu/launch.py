@@ -58,7 +58,13 @@ def truncated_of_rows(
     else:
         warps = WARPS if classes >= LONG_ROW else SHORT_WARPS
         tile = lane_tile(classes, EACH * 32 * warps, warps, rows)
-    slots = (0, 0) if whole else (M, 3 * candidates + tile.block)
+    dtype = found.maximum.dtype
+    # All addresses of a row of the buffer have the same high word.
+    width = 0 if whole else next_power_of_2(3 * candidates + tile.block)
+    buffer = logits.new_empty((M + 1) * width, dtype=dtype)
+    first = -buffer.data_ptr() // dtype.itemsize % max(width, 1)
+    # A small sample is enough for the bracket of top-k. In fp32 the kernel would spill more.
+    part = 2 if rules.top_k is not None and logits.element_size() == 2 else 1
     limit = {}
     if not whole and tile.access and logits.element_size() <= 4:
         limit = {"maxnreg": REGISTERS // tile.num_warps}
@@ -69,7 +75,7 @@ def truncated_of_rows(
         target_ptr=target,
         rules=SamplerRules(*rules[:4]),
         results=found,
-        buffer=matrix_rows(logits.new_empty(slots, dtype=found.maximum.dtype)),
+        buffer=matrix_rows(buffer[first : first + M * width].view(M, width)),
         classes=classes,
         softcap=softcap,
         ignore_index=ignore_index,
@@ -80,8 +86,8 @@ def truncated_of_rows(
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         WHOLE=whole,
         CANDIDATES=candidates,
-        SAMPLE=SAMPLE,
-        BINS=BINS,
+        SAMPLE=SAMPLE // part,
+        BINS=BINS // part,
         TILE=tile,
         num_warps=tile.num_warps,
         **limit,
