@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.causal_lm import CLASSES, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from partita.integrations.transformers import fuse, unfuse
 
@@ -199,3 +203,23 @@ def test_adapters_that_come_after_fuse() -> None:
     with pytest.raises(RuntimeError, match="by PEFT adapters on the head"):
         late(input_ids=INPUT_IDS, labels=LABELS)
     assert_alike(late)
+
+
+def test_lora_on_a_head_that_is_sharded_by_itself() -> None:
+    """FSDP2 derives a class of the head's own from that of PEFT."""
+    own, sharded = (adapted(stock_model(), **HEAD) for _ in range(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        head = sharded.get_base_model().get_output_embeddings()
+        fully_shard(head, mesh=init_device_mesh("cpu", (1,)))
+        fuse(sharded.get_base_model())
+        expected, of_own = step(own)
+        found, of_sharded = step(sharded)
+        assert torch.allclose(found.loss, expected.loss)
+        assert of_own.keys() == of_sharded.keys()
+        for name, gradient in of_own.items():
+            local = of_sharded[name]
+            local = local.to_local() if isinstance(local, DTensor) else local
+            assert torch.allclose(local, gradient, atol=1e-6), name
+    finally:
+        dist.destroy_process_group()

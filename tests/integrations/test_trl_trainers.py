@@ -1,7 +1,6 @@
 """Trainers of TRL with the fused head of `patch`, beside their own. They skip without TRL."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,9 @@ TRAINERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }
 
 
-def train(kind: str, folder: Path, model: Any) -> tuple[list[dict[str, float]], Any]:
+def train(
+    kind: str, folder: Path, model: Any, **changed: Any
+) -> tuple[list[dict[str, float]], Any]:
     """Train for two steps, and return what the trainer logged and the model."""
     options, arguments = TRAINERS[kind]
     settings = getattr(trl, f"{kind}Config")(
@@ -107,7 +108,7 @@ def train(kind: str, folder: Path, model: Any) -> tuple[list[dict[str, float]], 
         **options,
     )
     trainer = getattr(trl, f"{kind}Trainer")(
-        model=model, args=settings, processing_class=tokenizer(), **arguments()
+        model=model, args=settings, processing_class=tokenizer(), **arguments() | changed
     )
     trainer.train()
     return trainer.state.log_history[:2], trainer.model
@@ -261,9 +262,10 @@ def test_divergences(cap: float | None, scales: tuple[float, float], beta: float
 
 def test_patch_and_unpatch_are_each_others_inverse() -> None:
     import trl.kernels
+    from trl.trainer import sft_trainer as sft
 
     def names() -> dict[str, Any]:
-        modules = (utils, distillation, trl.kernels, trl.kernels.chunked_divergence)
+        modules = (utils, distillation, sft, trl.kernels, trl.kernels.chunked_divergence)
         return {f"{m.__name__}.{n}": value for m in modules for n, value in vars(m).items()}
 
     before = names()
@@ -272,7 +274,9 @@ def test_patch_and_unpatch_are_each_others_inverse() -> None:
     ours.patch(memory_budget=2**28)
     changed = {name for name, value in names().items() if value is not before[name]}
     assert {name.rpartition(".")[2] for name in changed} == {
+        "BaseTunerLayer",
         "_ChunkedLogProbFunction",
+        "add_fused_lm_head",
         "ChunkedLogProbFunction",
         "ChunkedDivergenceFunction",
     }
@@ -317,16 +321,86 @@ def test_adapters(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", exc_type=ImportError)
 
     def adapted(**options: Any) -> Any:
-        return peft.get_peft_model(model_of(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        torch.manual_seed(0)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=3, init_lora_weights=False, **options)
+        return peft.get_peft_model(model_of(), config)
 
     saved = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "lora_dropout": 0.0}
     expected, _ = train("SFT", tmp_path, copy.deepcopy(model := adapted(**saved)))
     ours.patch()
     found, _ = train("SFT", tmp_path, model)
     assert [a["loss"] for a in found] == pytest.approx([a["loss"] for a in expected], rel=1e-4)
-    with pytest.raises(ValueError, match="adapter"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train("SFT", tmp_path, adapted(target_modules=["lm_head"]))
+    for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO"):
+        model = adapted(target_modules=["lm_head"])
+        factor = model.get_output_embeddings().lora_B["default"].weight
+        before = factor.detach().clone()
+        arguments = {"ref_model": None} if kind in ("DPO", "KTO") else {}
+        logged, _ = train(kind, tmp_path, model, **arguments)
+        assert "loss" in logged[0] and not torch.equal(factor, before), kind
+    dora = adapted(target_modules=["lm_head"], use_dora=True)
+    with pytest.raises(TypeError, match=r"without variants \(DoRA\)"):
+        train("SFT", tmp_path, dora)
+    ours.unpatch()
+    for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO"):
+        with pytest.raises(ValueError, match="adapter"):
+            train(kind, tmp_path, adapted(target_modules=["lm_head"]))
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"lora_bias": True}, {"lora_dropout": 0.4}], ids=str
+)
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
+def test_every_field_with_lora_on_the_head(options: dict[str, Any], cap: float | None) -> None:
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    model = model_of("Gemma2", head_dim=8, final_logit_softcapping=cap, tie_word_embeddings=False)
+    config = peft.LoraConfig(target_modules=["lm_head"], r=3, init_lora_weights=False, **options)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config).train()
+    ids = torch.randint(4, CLASSES, (3, 9), generator=torch.Generator().manual_seed(0))
+    leaves = [p for p in model.parameters() if p.requires_grad]
+
+    def logits() -> Tensor:
+        hidden = model.get_base_model().model(ids).last_hidden_state[:, :-1]
+        torch.manual_seed(1)
+        z = model.get_base_model().lm_head(hidden.reshape(24, -1)).view(3, 8, -1)
+        return (z if cap is None else cap * torch.tanh(z / cap)) / 0.7
+
+    ours.patch()
+    utils.add_fused_lm_head(model.get_base_model(), temperature=0.7, outputs=OUTPUTS)
+
+    def check() -> None:
+        torch.manual_seed(1)
+        found = model.get_base_model()(ids, labels=ids, fused_lm_head=True)
+        z, labels = logits(), ids[:, 1:]
+        logp = z.log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        chosen = logp.gather(-1, labels[..., None])[..., 0]
+        expected = {
+            "log_probs": chosen,
+            "entropy": entropy,
+            "log_sum_sq_probs": (2 * logp).logsumexp(-1),
+            "mean_logits": z.mean(-1),
+            "is_top1": z.argmax(-1) == labels,
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        if found.loss.requires_grad:
+            pairs = [(found.log_probs, found.entropy), (chosen, entropy)]
+            gradients = [
+                torch.autograd.grad((a + 0.3 * b).sum(), leaves, allow_unused=True)
+                for a, b in pairs
+            ]
+            torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+    check()
+    model.eval()
+    with torch.no_grad(), model.disable_adapter():
+        check()
+    if "lora_bias" not in options:
+        model.merge_adapter()
+        with torch.no_grad():
+            check()
 
 
 def test_bad_input() -> None:

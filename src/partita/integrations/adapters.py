@@ -27,7 +27,7 @@ class HeadParts(NamedTuple):
 
 def check_head(head: Any) -> None:
     """Raise unless this is a linear layer, LoRA around one, or a copy that PEFT saves of one."""
-    kind, layers = _name(head), [head]
+    kind, layers = name_of(head), [head]
     if kind == LORA:
         if head.lora_variant or head.quantization_backend is not None:
             what = [type(variant).__name__ for variant in head.lora_variant.values()]
@@ -43,7 +43,7 @@ def check_head(head: Any) -> None:
         if not is_linear or layer.weight.dtype not in FLOATING:
             raise TypeError(
                 "model: expected a head that is a torch.nn.Linear, or LoRA or modules_to_save of"
-                f" PEFT around one, without quantization and other adapters, got {_name(layer)}"
+                f" PEFT around one, without quantization and other adapters, got {name_of(layer)}"
             )
         own = vars(layer).get("forward") or vars(head).get("forward")
         if own is not None and not (own.__module__ == PLAN and is_sharded(layer.weight)):
@@ -52,7 +52,7 @@ def check_head(head: Any) -> None:
 
 def head_parts(head: Any, hidden_states: Tensor) -> HeadParts:
     """Return what the head computes logits of the hidden states from, as its adapters are now."""
-    kind = _name(head)
+    kind = name_of(head)
     if kind == SAVED:
         is_original = head.disable_adapters or not head.active_adapters
         chosen = None if is_original else head.modules_to_save[head.active_adapters[0]]
@@ -84,5 +84,9 @@ def head_parts(head: Any, hidden_states: Tensor) -> HeadParts:
     return HeadParts(weight, bias, (torch.cat(states, -1), torch.cat(factors, 1)))
 
 
-def _name(module: Any) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def name_of(module: Any) -> str:
+    """Return the name of the class, from which `fully_shard` derives another one."""
+    kind, bases = type(module), type(module).__bases__
+    if bases[0].__module__.startswith("torch.distributed.") and len(bases) == 2:
+        kind = bases[1]
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -18,6 +18,7 @@ from ..ops.linear_heads.plan import check_budget
 from ..ops.logprobs.autograd import logprobs_of
 from ..ops.logprobs.common import check_ids
 from ..runtime import checks
+from .adapters import LORA, check_head, head_parts, name_of
 from .naming import Renamed
 
 __all__ = [
@@ -213,8 +214,9 @@ def patch(*, memory_budget: int | None = 2**30) -> None:
     `add_fused_lm_head` gives a model a fused head, in SFT, DPO, KTO, GRPO and RLOO. Its
     log-probabilities, and the entropy, log Σ p², mean logits and hits beside them, then come from
     `partita.linear_token_stats`, also in models that have got their head before. The loss of
-    `DistillationTrainer` comes from `partita.linear_divergence`. Everything else is TRL's. A second
-    call changes the budget alone.
+    `DistillationTrainer` comes from `partita.linear_divergence`. Everything else is TRL's, but that
+    the five trainers serve LoRA on the head, which TRL refuses. A second call changes the budget
+    alone.
 
     Args:
         memory_budget: bytes of workspace, as in `partita.linear_token_stats`. With the default a
@@ -243,6 +245,10 @@ def patch(*, memory_budget: int | None = 2**30) -> None:
         if found is not replaced.ours:
             _own[replaced.name] = found
             _replace_everywhere(found, replaced.ours)
+    for module in map(importlib.import_module, TRAINERS):
+        if getattr(module, TUNER, None):  # the class of adapters that a trainer refuses
+            _own[TUNER] = getattr(module, TUNER)
+            setattr(module, TUNER, ())
     _options["memory_budget"] = memory_budget
 
 
@@ -258,6 +264,10 @@ def unpatch() -> None:
     for replaced in REPLACED:
         if replaced.name in _own:
             _replace_everywhere(replaced.ours, _own.pop(replaced.name))
+    if TUNER in _own:
+        tuner = _own.pop(TUNER)
+        for name in TRAINERS:
+            setattr(sys.modules[name], TUNER, tuner)
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
@@ -271,6 +281,31 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 _own: dict[str, Any] = {}  # what `patch` has replaced, by the names of TRL
 _options: dict[str, Any] = {"memory_budget": None}  # those of `patch`
+
+
+def add_fused_lm_head(
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """Give a model TRL's fused head, whose `TokenStatistics` know the model."""
+    head = model.get_output_embeddings()
+    if hasattr(head, "base_layer"):
+        check_head(head)
+    outputs = OutputsOf(model, outputs)
+    _own["add_fused_lm_head"](model, temperature, cast_lm_head_to_fp32, outputs)
+
+
+class OutputsOf(tuple[str, ...]):
+    """The outputs of a fused head, which TRL hands on as they are, and its model."""
+
+    model: Any
+
+    def __new__(cls, model: Any, outputs: tuple[str, ...]) -> OutputsOf:
+        self = super().__new__(cls, outputs)
+        self.model = model
+        return self
 
 
 class TokenStatistics:
@@ -297,6 +332,8 @@ class TokenStatistics:
             own = _own["_ChunkedLogProbFunction"]
             return own.apply(hidden, weight, bias, targets, *arguments)
         head = _in_one_dtype(hidden, weight, bias)
+        if isinstance(outputs, OutputsOf):
+            head = head.with_adapters(outputs.model.get_output_embeddings())
         numbers = _numbers(temperature, logit_scale, final_logit_softcapping)
         # TRL leaves tokens out by a mask, so no label is ignored.
         stats = head.stats(targets, numbers, **_options, ignore_index=checks.NOTHING_IGNORED)
@@ -342,8 +379,8 @@ class Divergences:
             _warn_of_own("student and teacher have different soft caps")
         if caps[0] != caps[1] or _is_partitioned(student_weight) or _is_partitioned(teacher_weight):
             arguments = (beta, temperature, scales[0], caps[0], scales[1], caps[1])
-            return _own["ChunkedDivergenceFunction"].apply(*student, *teacher, *arguments)
-        student, teacher = _in_one_dtype(*student), _in_one_dtype(*teacher)
+            return _own["ChunkedDivergenceFunction"].apply(*student[:3], *teacher[:3], *arguments)
+        student, teacher = _in_one_dtype(*student[:3]), _in_one_dtype(*teacher[:3])
         if scales[0] != scales[1]:  # Their numbers are the same.
             student, teacher = student.scaled(scales[0]), teacher.scaled(scales[1])
             scales = 1.0, 1.0
@@ -376,9 +413,15 @@ class Replaced(NamedTuple):
 
 
 REPLACED = (
+    Replaced("trl.trainer.utils", "add_fused_lm_head", add_fused_lm_head),
     Replaced("trl.trainer.utils", "_ChunkedLogProbFunction", TokenStatistics),
     Replaced("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", Divergences),
 )
+
+
+# The trainers that refuse a head with adapters, that is, an instance of this class.
+TRAINERS = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo")]
+TUNER = "BaseTunerLayer"
 
 
 class _Numbers(NamedTuple):
@@ -400,26 +443,39 @@ class _Head(NamedTuple):
     hidden: Tensor  # [N, H]
     weight: Tensor  # [C, H]
     bias: Tensor | None  # [C]
+    low_rank: tuple[Tensor, Tensor] | None = None  # [N, r] and [C, r]
+
+    def with_adapters(self, layer: Any) -> _Head:
+        """Add the LoRA that PEFT has around the layer, as it is now."""
+        if name_of(layer) != LORA:
+            return self
+        check_head(layer)
+        parts = head_parts(layer, self.hidden)
+        return self._replace(bias=parts.bias, low_rank=parts.low_rank)
 
     def scaled(self, scale: float) -> _Head:
         bias = None if self.bias is None else self.bias * scale
         return _Head(self.hidden * scale, self.weight, bias)
 
     def stats(self, targets: Tensor | None, numbers: _Numbers, **options: Any) -> TokenStats:
-        options |= numbers._asdict()
+        options |= numbers._asdict() | {"low_rank": self.low_rank}
         return linear_token_stats(
             self.hidden, self.weight, targets, linear_bias=self.bias, **options
         )
 
     def mean_logits(self, numbers: _Numbers) -> Tensor:
         """Return the mean over the classes of the logits over the temperature, `[N]`."""
+        states, factors = self.low_rank or (self.hidden[:, :0], self.weight[:, :0])
         if numbers.softcap is None:  # A mean of products is a product with the mean.
             with torch.autocast(self.hidden.device.type, enabled=False):
                 found = self.hidden.float() @ self.weight.mean(0, dtype=torch.float32)
+                found += states.float() @ factors.mean(0, dtype=torch.float32)
             return (found if self.bias is None else found + self.bias.mean()) / numbers.temperature
         means = []
-        for part in self.hidden.split(max(1, LOGITS_AT_ONCE // len(self.weight))):
+        tokens = max(1, LOGITS_AT_ONCE // len(self.weight))
+        for part, thin in zip(self.hidden.split(tokens), states.split(tokens), strict=True):
             logits = torch.nn.functional.linear(part, self.weight, self.bias).float()
+            logits += thin @ factors.T
             means.append(logits.div_(numbers.softcap).tanh_().mean(-1))
         return torch.cat(means) * (numbers.softcap / numbers.temperature)
 
