@@ -91,13 +91,14 @@ def test_chunks_of_packed_rows(ignored: int, device: str) -> None:
     """Chunks of 8 rows, of which some have no row, give what the plain op gives."""
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     x = with_ignored(batch(weighted=True, device=device), order[:ignored].tolist())
-    head = (*x[:3], 0, False, *x[3:], None)
+    head = (*x[:3], None, None, 0, False, *x[3:], None)
+    no_others = (False, False, False)
     options = (-100, 0.1, 0.0, 1e-2, "mean" if ignored < TOKENS else "sum")
-    plain = autograd.one_pass(*head, *options, TOKENS, True, True, False, "triton")
+    plain = autograd.one_pass(*head, *options, TOKENS, True, True, *no_others, "triton")
     for chunk in (TOKENS, 8):
         for wanted in ((True, True), (True, False), (False, True))[: 3 if ignored == 7 else 1]:
-            found = autograd.packed_one_pass(*head, *options, chunk, *wanted, False, "triton")
-            for a, b, want in zip(found, plain, (True, *wanted, False), strict=True):
+            found = autograd.packed_one_pass(*head, *options, chunk, *wanted, *no_others, "triton")
+            for a, b, want in zip(found, plain, (True, *wanted, *no_others), strict=True):
                 assert a.dtype == b.dtype and a.shape == (b.shape if want else (0,))
                 if want:
                     bound = 4 * torch.finfo(torch.bfloat16).eps * b.abs().max()
