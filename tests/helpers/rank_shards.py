@@ -34,6 +34,11 @@ FORMS: list[dict[str, Any]] = [{"softcap": 2.0, "bias": True}, {"tied": True}]
 Step = tuple[Tensor, dict[str, Tensor]]
 
 
+def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that takes one parameter at a time, as some may be DTensors."""
+    return torch.optim.SGD(module.parameters(), RATE, foreach=False)
+
+
 def batches(rank: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the tokens and labels of each step of a rank: 20 with two ranks, and else few."""
     for step in range(2 if INTERPRETING or dist.get_world_size() > 2 else 20):
@@ -60,7 +65,7 @@ def stock_steps(
     Return the loss of this rank's batch and the gradients of each step.
     """
     model, found = CausalLM(**form).to(device), []
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    optimizer = sgd(model)
     for batch in zip(*(batches(each, device) for each in range(ranks)), strict=True):
         optimizer.zero_grad()
         losses = [model(input_ids, labels=labels, **arguments).loss for input_ids, labels in batch]
@@ -75,7 +80,7 @@ def fused_steps(
 ) -> list[Step]:
     """Train a model through the module that wraps it, and return its losses and gradients."""
     found = []
-    optimizer = torch.optim.SGD(wrapped.parameters(), RATE)
+    optimizer = sgd(wrapped)
     for input_ids, labels in batches(rank, device):
         optimizer.zero_grad()
         output = wrapped(input_ids, labels=labels, **arguments)
@@ -214,7 +219,7 @@ def check_pipeline(device: torch.device) -> None:
         loss_fn=lambda losses, target: losses.sum(),
         scale_grads=False,
     )
-    optimizer = torch.optim.SGD(stage.parameters(), RATE)
+    optimizer = sgd(stage)
     for input_ids, labels in batches(0, device):
         optimizer.zero_grad()
         arguments = {"labels": labels, "items": int((labels[:, 1:] >= 0).sum())}
