@@ -570,8 +570,12 @@ def divergence_accumulate_kernel(
         inside = (label >= first) & (label < first + classes)
         x = load_capped(part.x_ptr + (label - first) * part.x_stride, inside, cap, ACC_DTYPE)
         x = tl.maximum(x, tl.load(sums.label + row, mask=seen, other=-float("inf")))
-        total = share.plain if SCAN.plain else share.total
-        hard = tl.log(total) + (finite_shift(share.maximum) - x).to(tl.float64)
+        # Each sum has its own shift, of which a great one is rounded before it is taken off.
+        if SCAN.plain:
+            hard = tl.log(share.plain) + (finite_shift(share.maximum) - x).to(tl.float64)
+        else:
+            u = exponent(x, shift_of(share.maximum, part), part)
+            hard = tl.log(share.total) - u.to(tl.float64) * LN2
         hard = tl.where(invalid, float("nan"), tl.where(valid, hard, 0.0))
         tl.store(terms.hard + at, hard.to(ACC_DTYPE), mask=stores)
         tl.store(sums.label + row, x, mask=stores)
