@@ -113,7 +113,12 @@ def test_all_ops_with_table_csv_and_picture(
                 float(row["gb_per_s"]) / machine[row["limit"]], rel=1e-3, abs=1e-4
             )
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
-        of_heads = ("linear_support_stats", "linear_truncated_stats", "linear_cross_entropy_lora")
+        of_heads = (
+            "linear_support_stats",
+            "linear_truncated_stats",
+            "linear_cross_entropy_lora",
+            "linear_distillation_loss",
+        )
         of_rows = ("cross_entropy", "divergence", *of_heads)
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
