@@ -50,7 +50,7 @@ def renew(device: torch.device, reason: str, jobs: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not sys.argv[1].strip():
+    if len(sys.argv) != 2 or not sys.argv[1].strip() or sys.argv[1].startswith("-"):
         sys.exit(f"expected one reason in quotation marks, got {sys.argv[1:]}: {COMMAND}")
     gpu = torch.cuda.is_available()
     chosen = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
