@@ -51,6 +51,8 @@ SWEEP_LAST = 6272
 DO_BENCH_LAST = 12672  # of the plot in Triton's tutorial
 CLASSES = 8  # of each row, whose log-probabilities are computed
 RULES: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
+RULES_OF_ROWS = ((50, 1.0), (0, 0.95), (50, 0.9))  # top-k and top-p; 0 and 1 switch them off
+DEVIATION = 2.6  # of the logits whose classes are kept, which are more peaky than normal ones
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -76,10 +78,10 @@ def token_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy, x.argmax(-1)
 
 
-def truncated_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def truncated_stats(logits: Tensor, target: Tensor, top_k: int, top_p: float) -> tuple[Tensor, ...]:
     """Compute statistics over what the rules keep with PyTorch's ops, which sort the rows."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return in_torch.truncated_stats(x, target, **RULES)[:3]
+    return in_torch.truncated_stats(x, target, top_k=top_k, top_p=top_p)[:3]
 
 
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
@@ -113,7 +115,10 @@ class _SameMemory(torch.autograd.Function):
 def _truncated() -> Function:
     from .. import truncated_stats
 
-    return lambda logits, target: truncated_stats(logits, target, **RULES)[:3]
+    def statistics(logits: Tensor, target: Tensor, top_k: int, top_p: float) -> tuple[Tensor, ...]:
+        return truncated_stats(logits, target, top_k=top_k, top_p=top_p)[:3]
+
+    return statistics
 
 
 def _inplace() -> Function:
@@ -375,11 +380,29 @@ class TokenStats(LabelledRows):
         yield ulp_error(chosen, inputs.x.amax(-1).double())
 
 
+class KeptInputs(NamedTuple):
+    x: Tensor  # [rows, columns]
+    target: Tensor  # [rows]
+    top_k: int
+    top_p: float
+
+
+@dataclass(frozen=True)
 class TruncatedStats(TokenStats):
     """The same for the classes that top-k and top-p keep."""
 
-    def truth(self, inputs: Inputs, x: Tensor, rows: slice) -> Tensor:
-        return torch.stack(truncated_stats(x, inputs.target[rows]), -1)
+    top_k: int
+    top_p: float
+
+    sizes = ("rows", "columns", "top_k", "top_p")
+    dimensions = ("rows", "columns")
+
+    def inputs(self, buffers: Buffers) -> KeptInputs:  # type: ignore[override]
+        x, target = super().inputs(buffers)
+        return KeptInputs(x * DEVIATION, target, self.top_k, self.top_p)
+
+    def truth(self, inputs: Any, x: Tensor, rows: slice) -> Tensor:
+        return torch.stack(truncated_stats(x, inputs.target[rows], *inputs[2:]), -1)
 
     result_errors = LabelledRows.result_errors
 
@@ -427,7 +450,7 @@ OPS = {
     "cross_entropy": cross_entropy_cases,
     "token_stats": cases_of({"token_stats": (TokenStats, Widths(WIDTHS, QUICK_WIDTHS))}),
     "truncated_stats": cases_of(
-        {"truncated_stats": (TruncatedStats, Widths(WIDTHS, QUICK_WIDTHS))}
+        {"truncated_stats": (TruncatedStats, Widths(WIDTHS, QUICK_WIDTHS, RULES_OF_ROWS))}
     ),
     "logprobs": cases_of({"logprobs": (Logprobs, Widths(WIDTHS, QUICK_WIDTHS))}),
 }
