@@ -3,9 +3,10 @@
 The n-grams form a trie: the node of an n-gram is the child of the node of its first n - 1 words by
 its last word. Node 0 has no words, nodes 1 to V are the 1-grams, and each following order is sorted
 by (parent, word). So the pairs of all children are one sorted list of integers, the place in the
-list is the node, and a lookup is one binary search that compares whole pairs. Failure links lead
-from each node to that of the longest of its proper suffixes (Aho and Corasick, Efficient string
-matching, 1975).
+list is the node, and a lookup is one binary search, which is one operation of PyTorch. A hash table
+with open addressing takes an operation for each step of its longest probe sequence: with 5 million
+n-grams 19 steps, and 5 times as long on a CPU. Failure links lead from each node to that of the
+longest of its proper suffixes (Aho and Corasick, Efficient string matching, 1975).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import os
 import pickle
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,9 +269,9 @@ class NgramLM:
                 f"{path}: expected a file of version {VERSION}, got version {found['version']},"
                 " which a later version of partita has written"
             )
-        words = bytes(found["words"].untyped_storage()).decode().split("\n")
         trie = Trie(*(found[name] for name in Trie._fields))
-        return cls(trie, words, found["columns"], found["order"])._with_labels(labels)
+        model = cls(trie, found["words"].split("\n"), found["columns"], found["order"])
+        return model._with_labels(labels)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         r"""Write the model to a file that `load` maps into memory.
@@ -294,12 +295,11 @@ class NgramLM:
             >>> partita.NgramLM.load(path.with_suffix(".pt"))
             NgramLM(order=1, words=4, ngrams=4, columns=4, device=cpu)
         """
-        words = torch.frombuffer(bytearray("\n".join(self.words).encode()), dtype=torch.uint8)
         contents = {
             "format": FORMAT,
             "version": VERSION,
             "order": self.order,
-            "words": words,
+            "words": "\n".join(self.words),
             "columns": self._columns.cpu(),
             **{name: x.cpu() for name, x in self._trie._asdict().items()},
         }
@@ -462,7 +462,7 @@ class NgramLM:
             tensor([  -2.0000, -100.0000], dtype=torch.float64)
         """
         is_batch = not isinstance(words, str) and not all(isinstance(x, str) for x in words)
-        batch = list(words) if is_batch else [words]
+        batch: Sequence[Any] = words if is_batch else [words]
         names = [f"words[{i}]" if is_batch else "words" for i in range(len(batch))]
         rows = list(map(self._word_ids, names, batch))
         lengths = list(map(len, rows))
