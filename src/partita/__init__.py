@@ -16,6 +16,7 @@ from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
 from .ops.decode.language_model import NgramLM
+from .ops.decode.phrase_boost import PhraseBoost
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
 from .ops.divergence.common import Distillation
 from .ops.linear_chain.api import (
@@ -75,6 +76,7 @@ __all__ = [
     "Log",
     "Max",
     "NgramLM",
+    "PhraseBoost",
     "RNNTAlignment",
     "SemiMarkovChain",
     "SemiMarkovPath",

@@ -145,6 +145,31 @@ def test_blocks_of_lines_are_joined(
     assert torch.equal(again.score(OTHERS), trigrams.score(OTHERS))
 
 
+def test_text_before_the_data_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "model.arpa"
+    path.write_text(f"a model\nof two words\n\n{GOOD}".replace("\n", "\r\n"))
+    assert NgramLM.from_arpa(path).words == ["<s>", "</s>", "hi", "<unk>"]
+
+
+def test_the_default_device_has_no_effect(tmp_path: Path) -> None:
+    path = tmp_path / "model.arpa"
+    path.write_text(GOOD)
+    expected = NgramLM.from_arpa(path).score("hi")
+    with torch.device("meta"):
+        model = NgramLM.from_arpa(path)
+        model.save(tmp_path / "model.pt")
+        loaded = NgramLM.load(tmp_path / "model.pt", labels=["hi"])
+    assert model.score("hi") == loaded.score("hi") == expected
+    assert loaded.advance(loaded.start(1))[0].device == torch.device("cpu")
+
+
+def test_advance_is_one_graph(trigrams: NgramLM) -> None:
+    states = trigrams.advance(trigrams.start(1))[1][0]
+    compiled = torch.compile(trigrams.advance, backend="eager", fullgraph=True)
+    for ours, theirs in zip(compiled(states), trigrams.advance(states), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_gzip_is_read(tmp_path: Path, trigrams: NgramLM) -> None:
     path = tmp_path / "model.arpa.gz"
     path.write_bytes(gzip.compress((tmp_path / "trigrams.arpa").read_bytes()))

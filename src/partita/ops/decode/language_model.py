@@ -45,6 +45,28 @@ class Trie(NamedTuple):
     suffixes: Tensor
 
 
+def checked_states(states: Tensor, S: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return states as int64, with 0 for what is none of the S states, and which of them are some.
+
+    They have to be on the device of the table.
+    """
+    checks.integer("states", states)
+    if states.ndim != 1:
+        raise ValueError(f"states: expected shape [B], got {list(states.shape)}")
+    checks.device("states", states, table, "the model")
+    checks.within("states", states, 0, S - 1, "states of the model")
+    states = states.long()
+    exist = (states >= 0) & (states < S)
+    return torch.where(exist, states, 0), exist
+
+
+def check_batch(B: Any) -> None:
+    """Raise unless B is a number of hypotheses."""
+    checks.python_int("B", B)
+    if B < 0:
+        raise ValueError(f"B: expected a number from 0 on, got {B}")
+
+
 def _children(trie: Trie, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nodes of pairs of a parent and a word, and whether the model has them."""
     unigrams = len(trie.log_probs) - len(trie.pairs)
@@ -223,9 +245,10 @@ class NgramLM:
             ['<s>', '</s>', 'hi', '<unk>']
         """
         file = ArpaFile(path)
-        trie = _build(file)
+        with torch.device("cpu"):  # whatever the default device is
+            trie, columns = _build(file), torch.arange(len(file.words))
         order = max(n for n, count in enumerate(file.counts, 1) if count)
-        return cls(trie, file.words, torch.arange(len(file.words)), order)._with_labels(labels)
+        return cls(trie, file.words, columns, order)._with_labels(labels)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], labels: Sequence[str] | None = None) -> NgramLM:
@@ -363,9 +386,7 @@ class NgramLM:
             >>> model.start(2)
             tensor([0, 0])
         """
-        checks.python_int("B", B)
-        if B < 0:
-            raise ValueError(f"B: expected a number from 0 on, got {B}")
+        check_batch(B)
         states = torch.zeros(B, dtype=torch.int64, device=self.device)
         return self._trie.states[states + 1 + self._place("<s>")] if bos else states
 
@@ -398,11 +419,11 @@ class NgramLM:
             >>> states  # no word changes what follows in this model
             tensor([[0, 0, 0, 0]])
         """
-        states, valid = self._checked(states)
+        states, exist = checked_states(states, len(self._trie.backoffs), self._columns)
         rows = max(1, SCORES_AT_ONCE // len(self._columns))
         parts = [self._look_up(part[:, None], self._columns) for part in states.split(rows)]
         log_probs, following = (torch.cat(each) for each in zip(*parts, strict=True))
-        return log_probs.masked_fill(~valid[:, None], torch.nan), following
+        return log_probs.masked_fill(~exist[:, None], torch.nan), following
 
     def final(self, states: Tensor) -> Tensor:
         r"""Return the log-probability that a sentence ends after each state.
@@ -425,9 +446,9 @@ class NgramLM:
             >>> model.final(model.start(1)) / 2.302585  # log10
             tensor([-1.0000], dtype=torch.float64)
         """
-        states, valid = self._checked(states)
+        states, exist = checked_states(states, len(self._trie.backoffs), self._columns)
         ends = torch.full_like(states, self._place("</s>"))
-        return self._look_up(states, ends)[0].masked_fill(~valid, torch.nan)
+        return self._look_up(states, ends)[0].masked_fill(~exist, torch.nan)
 
     def score(
         self,
@@ -489,18 +510,6 @@ class NgramLM:
         nodes, log_probs = _look_up(self._trie, self.order - 1, states, words)
         return log_probs, self._trie.states[nodes]
 
-    def _checked(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states as int64, 0 where they are none of the model, and which are some."""
-        checks.integer("states", states)
-        if states.ndim != 1:
-            raise ValueError(f"states: expected shape [B], got {list(states.shape)}")
-        checks.device("states", states, self._columns, "the model")
-        S = len(self._trie.backoffs)
-        checks.within("states", states, 0, S - 1, "states of the model")
-        states = states.long()
-        valid = (states >= 0) & (states < S)
-        return torch.where(valid, states, 0), valid
-
     def _place(self, word: str) -> int:
         """Return the place of a marker of sentences among the words."""
         if word not in self._places:
@@ -530,4 +539,5 @@ class NgramLM:
         if not len(labels):
             raise ValueError("labels: expected at least one")
         places = [self._places.get(label, self._unknown) for label in labels]
-        return NgramLM(self._trie, self.words, torch.tensor(places), self.order)
+        columns = torch.tensor(places, device=self.device)
+        return NgramLM(self._trie, self.words, columns, self.order)
