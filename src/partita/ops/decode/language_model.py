@@ -1,7 +1,7 @@
 """N-gram language models with back-off, as tensors on any device.
 
 The n-grams form a trie: the node of an n-gram is the child of the node of its first n - 1 words by
-its last word. Node 0 has no words, nodes 1 to V are the 1-grams, and each following order is sorted
+its last word. Node 0 has no words, nodes 1 to W are the 1-grams, and each following order is sorted
 by (parent, word). So the pairs of all children are one sorted list of integers, the place in the
 list is the node, and a lookup is one binary search, which is one operation of PyTorch. A hash table
 with open addressing takes an operation for each step of its longest probe sequence: with 5 million
