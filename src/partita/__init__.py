@@ -15,6 +15,8 @@ from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
+from .ops.decode.language_model import NgramLM
+from .ops.decode.phrase_boost import PhraseBoost
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
 from .ops.divergence.common import Distillation
 from .ops.linear_chain.api import (
@@ -73,6 +75,8 @@ __all__ = [
     "LoRA",
     "Log",
     "Max",
+    "NgramLM",
+    "PhraseBoost",
     "RNNTAlignment",
     "SemiMarkovChain",
     "SemiMarkovPath",

@@ -115,7 +115,9 @@ def members(name: str, value: type) -> Iterator[Public]:
     for member, own in {**shared, **vars(value)}.items():
         if member.startswith("_") or member in fields_of(value):
             continue
-        if isinstance(own, property):
+        if isinstance(own, classmethod):
+            yield Public(f"{name}.{member}", getattr(value, member), "method")
+        elif isinstance(own, property):
             yield Public(f"{name}.{member}", own, "property")
         elif inspect.isroutine(own):
             kind = "method of a module" if issubclass(value, nn.Module) else "method"
