@@ -44,6 +44,7 @@ from .ops.rnnt.plan import RNNTPlan as _RNNTPlan
 from .ops.rnnt.plan import linear_rnnt_plan
 from .ops.semi_markov.api import (
     SemiMarkovChain,
+    SemiMarkovCounts,
     SemiMarkovPath,
     SemiMarkovSample,
     semi_markov_chain,
@@ -75,6 +76,7 @@ __all__ = [
     "Max",
     "RNNTAlignment",
     "SemiMarkovChain",
+    "SemiMarkovCounts",
     "SemiMarkovPath",
     "SemiMarkovSample",
     "Semiring",

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from helpers.chains import assert_close_fp64
-from helpers.token_chains import all_token_paths, posterior, random_semi_markov, segment_posteriors
+from helpers.token_chains import (
+    all_token_paths,
+    posterior,
+    random_semi_markov,
+    scores_of,
+    segment_posteriors,
+)
 from torch import Tensor
 
 import partita
@@ -23,6 +29,52 @@ def test_segments_against_the_enumeration(backend: str, forbidden: float, scale:
         paths = all_token_paths(chain, n)
         expected = segment_posteriors(paths, posterior(paths.scores), D, C)
         assert_close_fp64(segments[:, :, n], expected)
+
+
+@backends
+@pytest.mark.parametrize(("forbidden", "scale"), [(0.0, 1.0), (0.2, 1.0), (0.0, 200.0)])
+def test_expected_counts_against_the_enumeration(
+    backend: str, forbidden: float, scale: float
+) -> None:
+    """The counts are those of all paths, and their derivatives are those of the enumeration."""
+    chain = random_semi_markov(seed=6, forbidden=forbidden, scale=scale)
+    (_, N, C), D = chain.emissions.shape, len(chain.durations)
+    inputs = [tensor.requires_grad_() for tensor in scores_of(chain)]
+    with partita.backend(backend):
+        found = chain.expected_counts()
+        assert found.durations.shape == (N, D, C) and found.transitions.shape == (N, C, C)
+        weights = [torch.randn(each.shape, dtype=torch.float64) for each in found]
+        total = sum((w * each).sum() for w, each in zip(weights, found, strict=True))
+        derivatives = torch.autograd.grad(total, inputs)
+    means = []
+    for n in range(N):
+        paths = all_token_paths(chain, n)
+        p = posterior(paths.scores)
+        counts = [counts_of(*path, D, C) for path in zip(paths.states, paths.starts, strict=True)]
+        expected = [
+            torch.einsum("p,p...->...", p, torch.stack(each)) for each in zip(*counts, strict=True)
+        ]
+        for each, of_sequence, weight in zip(found, expected, weights, strict=True):
+            assert_close_fp64(each[n], of_sequence)
+            means.append((weight[n] * of_sequence).sum())
+    others = torch.autograd.grad(sum(means), inputs, materialize_grads=True)
+    for a, b in zip(derivatives, others, strict=True):
+        assert_close_fp64(a, b.nan_to_num(0.0))
+
+
+def counts_of(states: Tensor, starts: Tensor, D: int, C: int) -> tuple[Tensor, ...]:
+    """Return the first state, the transitions, the durations and the last state of a path."""
+    first = starts.nonzero()[:, 0]
+    length = int((states >= 0).sum())
+    sizes = torch.diff(first, append=torch.tensor([length])) - 1
+    of_segments = states[first]
+    pairs = of_segments[:-1] * C + of_segments[1:]
+    return (
+        torch.eye(C).double()[of_segments[0]],
+        torch.bincount(pairs, minlength=C * C).view(C, C).double(),
+        torch.bincount(sizes * C + of_segments, minlength=D * C).view(D, C).double(),
+        torch.eye(C).double()[of_segments[-1]],
+    )
 
 
 def test_a_divergence_is_between_chains_of_the_same_durations() -> None:

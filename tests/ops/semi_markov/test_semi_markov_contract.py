@@ -69,6 +69,7 @@ def test_chains_in_half_types_add_in_full(backend: str) -> None:
             (half.state_marginals(), full.state_marginals()),
             (half.segment_marginals(), full.segment_marginals()),
             (half.entropy(), full.entropy()),
+            *zip(half.expected_counts(), full.expected_counts(), strict=True),
         ):
             assert found.dtype == torch.float32
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)

@@ -336,6 +336,7 @@ CALLS = (
     ),
     _semi("SemiMarkovChain.state_marginals", SemiMarkovChain.state_marginals, (1,)),
     _semi("SemiMarkovChain.segment_marginals", SemiMarkovChain.segment_marginals, (2,)),
+    _semi("SemiMarkovChain.expected_counts", SemiMarkovChain.expected_counts, (0, 0, 0, 0)),
     _semi(
         "SemiMarkovChain.viterbi", SemiMarkovChain.viterbi, (0, 1, 1), usual=USUAL_SEGMENTS, **PATH
     ),
