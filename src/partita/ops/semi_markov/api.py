@@ -22,7 +22,7 @@ class SemiMarkovPath(NamedTuple):
     """The best path of each sequence.
 
     Of equal paths it is the one with the lowest last state, then the shortest last segment, then
-    the lowest state before it, and so on.
+    the lowest state before it, and so on. The k best paths of `nbest` have a leading dimension k.
 
     Fields:
         score: `[N]`, in nats if the scores are; -inf for a sequence without a path.

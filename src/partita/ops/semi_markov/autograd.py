@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import log_partitions_of, ones, save_log_partition
+from ...paths.autograd import best_paths_of, log_partitions_of, ones, save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -94,6 +94,16 @@ viterbi = _checked(
         emissions.new_empty(emissions.shape[:2], dtype=torch.int64),
         emissions.new_empty(emissions.shape[:2], dtype=torch.bool),
     ),
+)
+# On a GPU the reference finds the k best paths.
+best_paths = _checked(
+    reference.semi_markov_nbest,
+    lambda emissions, k: (
+        emissions.new_empty((k, emissions.shape[1]), dtype=torch.float64),
+        emissions.new_empty((k, *emissions.shape[:2]), dtype=torch.int64),
+        emissions.new_empty((k, *emissions.shape[:2]), dtype=torch.bool),
+    ),
+    gpu=lambda: reference,
 )
 sample = _checked(
     reference.semi_markov_sample,
@@ -201,6 +211,9 @@ log_partitions = partial(log_partitions_of, logz, LogZ)
 def best_path(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
     """Return the best score, the states and the starts of segments of each sequence."""
     return viterbi(*chain, current_backend())
+
+
+nbest = partial(best_paths_of, best_paths, reference.semi_markov_nbest, check_values)
 
 
 def draw(chain: SemiMarkovPotentials, k: int, uniform: Callable[..., Tensor]) -> tuple[Tensor, ...]:

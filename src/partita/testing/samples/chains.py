@@ -340,6 +340,7 @@ CALLS = (
     _semi(
         "SemiMarkovChain.viterbi", SemiMarkovChain.viterbi, (0, 1, 1), usual=USUAL_SEGMENTS, **PATH
     ),
+    _semi("SemiMarkovChain.nbest", lambda chain: chain.nbest(2), (1, 2, 2), **PATH),
     _semi("SemiMarkovChain.sample", _sampled, (2, 2), usual=USUAL_SEGMENTS, **PATH),
     _semi("SemiMarkovChain.entropy", SemiMarkovChain.entropy, (0,), values=("wide",)),
     _semi(
