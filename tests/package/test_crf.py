@@ -259,9 +259,9 @@ def test_constraints_are_no_parameters() -> None:
 @pytest.mark.parametrize(
     ("tags", "error"),
     {
-        (2, -1, 2, 0): r"'I-x' at the start at \[{}\]",
+        (2, -1, 2, 0): r"'I-x' after the start at \[{}\]",
         (1, -1, 2, 3): r"'E-y' after 'I-x' at \[{}\]",
-        (4, -1, 4, 1): r"'B-x' at the end at \[{}\]",
+        (4, -1, 4, 1): r"the end after 'B-x' at \[{}\]",
     }.items(),
 )
 def test_tags_that_the_constraints_forbid(

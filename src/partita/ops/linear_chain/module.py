@@ -11,7 +11,7 @@ from ...paths.inputs import checked_mask, full_lengths, steps_first
 from ...runtime import checks
 from ...runtime.constants import constant
 from .api import LinearChain, LinearPath, linear_chain
-from .tags import checked_labels, checked_rules, forbidden_moves
+from .tags import checked_labels, forbidden_moves, tag_rules
 
 
 class CRF(torch.nn.Module):
@@ -66,7 +66,7 @@ class CRF(torch.nn.Module):
         self.labels = checked_labels(labels, num_tags)
         self.constraints = constraints
         # No buffer holds the rules: a module that is made on the meta device would lose it.
-        self._rules = checked_rules(self.labels, constraints)
+        self._rules = tag_rules(self.labels, constraints)
         self.start_transitions = torch.nn.Parameter(torch.empty(num_tags))
         self.end_transitions = torch.nn.Parameter(torch.empty(num_tags))
         self.transitions = torch.nn.Parameter(torch.empty(num_tags, num_tags))
@@ -126,18 +126,15 @@ class CRF(torch.nn.Module):
             order = (~counts).byte().argsort(dim=0, stable=True)
             emissions = emissions.take_along_dim(order[..., None], 0)
             counts = counts.gather(0, order)
-        scores: tuple[Tensor, ...] = (
-            self.transitions,
-            self.start_transitions,
-            self.end_transitions,
-        )
+        moves: Tensor = self.transitions
+        start: Tensor = self.start_transitions
+        end: Tensor = self.end_transitions
         if self._rules is not None:
             forbidden = constant(forbidden_moves, *self._rules, device=emissions.device)
-            parts = forbidden[:-1, :-1], forbidden[-1, :-1], forbidden[:-1, -1]
-            scores = tuple(
-                x.masked_fill(part, -torch.inf) for x, part in zip(scores, parts, strict=True)
-            )
-        return linear_chain(emissions, *scores, mask=counts), order
+            moves = moves.masked_fill(forbidden[:-1, :-1], -torch.inf)
+            start = start.masked_fill(forbidden[-1, :-1], -torch.inf)
+            end = end.masked_fill(forbidden[:-1, -1], -torch.inf)
+        return linear_chain(emissions, moves, start, end, mask=counts), order
 
     def forward(
         self, emissions: Tensor, tags: Tensor, mask: Tensor | None = None, reduction: str = "sum"
@@ -194,18 +191,14 @@ class CRF(torch.nn.Module):
         forbidden = constant(forbidden_moves, *self._rules, device=tags.device)
         if (index := checks.first_index(forbidden[before, after])) is None:
             return
-        first, then = int(before[index]), int(after[index])
+        names = list(map(repr, self.labels))
+        entered = [*names, "the end"][after[index]]
+        left = [*names, "the start"][before[index]]
         t, n = min(index[0], int(active[:, index[1]].sum()) - 1), index[1]
         t = t if order is None else int(order[t, n])
-        if first == outside:
-            found = f"{self.labels[then]!r} at the start"
-        elif then == outside:
-            found = f"{self.labels[first]!r} at the end"
-        else:
-            found = f"{self.labels[then]!r} after {self.labels[first]!r}"
         raise ValueError(
-            f"tags: expected what constraints={self.constraints!r} allow, got {found}"
-            f" at {[n, t] if self.batch_first else [t, n]}"
+            f"tags: expected what constraints={self.constraints!r} allow, got {entered} after"
+            f" {left} at {[n, t] if self.batch_first else [t, n]}"
         )
 
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
@@ -265,11 +258,8 @@ class CRF(torch.nn.Module):
         Example:
             >>> import torch, partita
             >>> crf = partita.nn.CRF(2)
-            >>> _ = torch.nn.init.zeros_(crf.transitions), torch.nn.init.zeros_(crf.end_transitions)
-            >>> _ = torch.nn.init.zeros_(crf.start_transitions)
-            >>> crf.confidences(torch.tensor([[[0.0, 0.0]], [[2.0, 0.0]]]))
-            tensor([[0.5000],
-                    [0.8808]], grad_fn=<...>)
+            >>> crf.confidences(torch.tensor([[[0.0, 50.0]], [[50.0, 0.0]]])).tolist()
+            [[1.0], [1.0]]
         """
         chain, order = self._chain_and_order(emissions, mask)
         states = chain.viterbi().states.clamp(min=0)

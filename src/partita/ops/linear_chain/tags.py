@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ...runtime import checks
 
-SCHEMES = ("BIO", "BIOES")
-
 
 class TagRules(NamedTuple):
     """The segments that tags need and leave; the last entry is that of O, for both ends.
@@ -32,8 +30,15 @@ class TagRules(NamedTuple):
     must_close: bool
 
 
-def tag_rules(labels: tuple[str, ...], scheme: str) -> TagRules:
-    """Return the rules of tags with these names; a name that the scheme has not raises."""
+def tag_rules(labels: tuple[str, ...] | None, scheme: str | None) -> TagRules | None:
+    """Return the rules of tags with these names, None without a scheme; wrong arguments raise."""
+    if scheme is None:
+        return None
+    checks.choice("constraints", scheme, ("BIO", "BIOES"))
+    if labels is None:
+        raise ValueError(
+            f"labels: expected the names of the tags with constraints={scheme!r}, got None"
+        )
     types: dict[str, int] = {}
     leaves, needs = [], []
     for label in (*labels, "O"):
@@ -73,15 +78,3 @@ def checked_labels(labels: Sequence[str] | None, num_tags: int) -> tuple[str, ..
             f" got {len(set(labels))} in {list(labels)}"
         )
     return tuple(labels)
-
-
-def checked_rules(labels: tuple[str, ...] | None, constraints: str | None) -> TagRules | None:
-    """Return the rules that the constraints ask for, or raise for wrong arguments."""
-    if constraints is None:
-        return None
-    checks.choice("constraints", constraints, SCHEMES)
-    if labels is None:
-        raise ValueError(
-            f"labels: expected the names of the tags with constraints={constraints!r}, got None"
-        )
-    return tag_rules(labels, constraints)
