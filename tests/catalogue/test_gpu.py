@@ -33,7 +33,6 @@ EXCEPTIONS = {
     "Chain.forward_scores": IN_PYTORCH,  # which have no kernel for their gradient
     "Chain.backward_scores": IN_PYTORCH,
     "LinearChain.nbest": IN_PYTORCH,
-    "SemiMarkovChain.nbest": IN_PYTORCH,
     # A list says which gradients are wanted. The joint of each chunk is a product of matrices.
     "linear_rnnt_loss": f"linear_rnnt: {LEFT_TO_PYTHON}",
     "linear_tdt_loss": f"linear_rnnt: {LEFT_TO_PYTHON}",

@@ -54,14 +54,9 @@ def log_partitions_of(op: Any, function: Any, potentials: Any) -> tuple[Tensor, 
 def best_paths_of(
     op: Any, specification: Callable[..., Any], check: Callable[..., None], potentials: Any, k: int
 ) -> tuple[Tensor, ...]:
-    """Return the fields of the k best paths: the op finds them on a CPU, PyTorch elsewhere.
+    """Return the fields of the k best paths: by the op on a CPU, in plain PyTorch elsewhere.
 
-    Args:
-        op: the op of the k best paths.
-        specification: the same in plain PyTorch.
-        check: raises for lengths that are wrong, given the first potential and the lengths.
-        potentials: those of a `PathDistribution`.
-        k: the number of paths.
+    There `check`, given the first potential and the lengths, raises for wrong lengths.
     """
     backend = current_backend()
     if potentials[0].is_cpu and backend != "triton":

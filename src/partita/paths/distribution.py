@@ -96,8 +96,8 @@ class PathDistribution(Generic[Path, Sample]):
 
         Of equal paths that with the lowest edges (states for a `LinearChain`), from the last state
         back, comes first. Those of a `SemiMarkovChain` may come in any order. The scan runs in
-        Numba on the CPU and in PyTorch elsewhere. It is not differentiable; `log_prob` of the paths
-        is.
+        Numba on the CPU and in PyTorch elsewhere, except that semi-Markov chains of few states have
+        a kernel. It is not differentiable; `log_prob` of the paths is.
 
         Args:
             k: the number of paths.

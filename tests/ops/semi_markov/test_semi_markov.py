@@ -129,7 +129,7 @@ def test_equal_paths_and_invalid_arguments_of_nbest(backend: str) -> None:
         with pytest.raises(TypeError, match="k: expected an int, got float"):
             chain.nbest(1.5)  # type: ignore[arg-type]
     with partita.backend("triton"), pytest.raises(RuntimeError, match="nbest has no kernel"):
-        chain.nbest(2)
+        chain.nbest(2000)  # does not fit the registers
 
 
 @backends

@@ -27,6 +27,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .common import SemiMarkovPotentials
+from .gpu import plan
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -95,7 +96,6 @@ viterbi = _checked(
         emissions.new_empty(emissions.shape[:2], dtype=torch.bool),
     ),
 )
-# On a GPU the reference finds the k best paths.
 best_paths = _checked(
     reference.semi_markov_nbest,
     lambda emissions, k: (
@@ -103,7 +103,6 @@ best_paths = _checked(
         emissions.new_empty((k, *emissions.shape[:2]), dtype=torch.int64),
         emissions.new_empty((k, *emissions.shape[:2]), dtype=torch.bool),
     ),
-    gpu=lambda: reference,
 )
 sample = _checked(
     reference.semi_markov_sample,
@@ -213,7 +212,13 @@ def best_path(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
     return viterbi(*chain, current_backend())
 
 
-nbest = partial(best_paths_of, best_paths, reference.semi_markov_nbest, check_values)
+def nbest(chain: SemiMarkovPotentials, k: int) -> tuple[Tensor, ...]:
+    """Return the scores, states and starts of the k best paths."""
+    backend = current_backend()
+    has_kernel = not chain.emissions.is_cpu or backend == "triton"
+    if has_kernel and plan.nbest_options(chain.emissions.shape[2], len(chain.durations), k):
+        return best_paths(*chain, k, backend)
+    return best_paths_of(best_paths, reference.semi_markov_nbest, check_values, chain, k)
 
 
 def draw(chain: SemiMarkovPotentials, k: int, uniform: Callable[..., Tensor]) -> tuple[Tensor, ...]:
