@@ -46,6 +46,7 @@ from .ops.rnnt.plan import RNNTPlan as _RNNTPlan
 from .ops.rnnt.plan import linear_rnnt_plan
 from .ops.semi_markov.api import (
     SemiMarkovChain,
+    SemiMarkovCounts,
     SemiMarkovPath,
     SemiMarkovSample,
     semi_markov_chain,
@@ -79,6 +80,7 @@ __all__ = [
     "PhraseBoost",
     "RNNTAlignment",
     "SemiMarkovChain",
+    "SemiMarkovCounts",
     "SemiMarkovPath",
     "SemiMarkovSample",
     "Semiring",

@@ -10,14 +10,14 @@ from torch import Tensor
 from .ops.cross_entropy.api import cross_entropy
 from .ops.cross_entropy.common import checked_options
 from .ops.ctc.api import ctc_loss
-from .ops.linear_chain.api import LinearChain, linear_chain
+from .ops.linear_chain.module import CRF as CRF
 from .ops.linear_heads.api import linear_cross_entropy
 from .ops.linear_heads.low_rank import LowRank
 from .ops.rnnt.module import RNNTLoss as RNNTLoss
 from .runtime import checks
 from .runtime.lengths import Lengths
 
-RNNTLoss.__module__ = __name__  # users and pickles meet it here
+RNNTLoss.__module__ = CRF.__module__ = __name__  # users and pickles meet them here
 
 
 def _loss_repr(module: CrossEntropyLoss | LinearCrossEntropyLoss) -> str:
@@ -268,138 +268,3 @@ class CTCLoss(torch.nn.CTCLoss):
             f"blank={self.blank}, reduction={self.reduction!r},"
             f" zero_infinity={self.zero_infinity}, from_logits={self.from_logits}"
         )
-
-
-class CRF(torch.nn.Module):
-    """A linear-chain conditional random field with the interface of `torchcrf.CRF`.
-
-    Args:
-        num_tags: the number of tags, C.
-        batch_first: whether emissions, tags and masks are `[N, T, ...]` instead of `[T, N, ...]`.
-
-    The parameters are `start_transitions` and `end_transitions`, `[C]`, and `transitions`,
-    `[C, C]`, from and to, in nats. State dictionaries of `torchcrf.CRF` load.
-
-    Raises:
-        TypeError, ValueError: `num_tags` is not a positive integer.
-
-    Source: the class of pytorch-crf 0.7.2; Lafferty et al., Conditional random fields, 2001. The
-    method is the one of `partita.linear_chain`.
-
-    Example:
-        >>> import torch, partita
-        >>> crf = partita.nn.CRF(3)
-        >>> emissions = torch.tensor([[[9.0, 0.0, 0.0]], [[0.0, 9.0, 0.0]]])
-        >>> crf.decode(emissions)
-        [[0, 1]]
-        >>> loss = -crf(emissions, torch.tensor([[0], [1]]), reduction="token_mean")
-    """
-
-    def __init__(self, num_tags: int, batch_first: bool = False) -> None:
-        checks.python_int("num_tags", num_tags)
-        if num_tags <= 0:
-            raise ValueError(f"num_tags: expected a number of tags, 1 or more, got {num_tags}")
-        super().__init__()
-        self.num_tags, self.batch_first = num_tags, batch_first
-        self.start_transitions = torch.nn.Parameter(torch.empty(num_tags))
-        self.end_transitions = torch.nn.Parameter(torch.empty(num_tags))
-        self.transitions = torch.nn.Parameter(torch.empty(num_tags, num_tags))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters uniformly between -0.1 and 0.1.
-
-        Example:
-            >>> import torch, partita
-            >>> crf = partita.nn.CRF(3)
-            >>> crf.reset_parameters()
-            >>> bool(crf.transitions.abs().max() <= 0.1)
-            True
-        """
-        for parameter in self.parameters():
-            torch.nn.init.uniform_(parameter, -0.1, 0.1)
-
-    def chain(self, emissions: Tensor, mask: Tensor | None = None) -> LinearChain:
-        """Return the `LinearChain` of a batch, which has posteriors, samples and entropies.
-
-        Args:
-            emissions: `[T, N, C]`, or `[N, T, C]` with `batch_first`.
-            mask: `[T, N]`, or `[N, T]` with `batch_first`, bool or uint8: the tokens of each
-                sequence, which are a prefix of it; all if None.
-
-        Returns:
-            The chain, whose first dimension is T in any case.
-
-        Raises:
-            TypeError, ValueError: as in `partita.LinearChain`.
-
-        Example:
-            >>> import torch, partita
-            >>> crf = partita.nn.CRF(3, batch_first=True)
-            >>> crf.chain(torch.zeros(2, 7, 3)).state_marginals().shape
-            torch.Size([7, 2, 3])
-        """
-        if emissions.ndim == 3 and emissions.shape[2] != self.num_tags:
-            raise ValueError(
-                f"emissions: expected {self.num_tags} tags in the last dimension,"
-                f" got {emissions.shape[2]}"
-            )
-        if mask is not None and mask.dtype == torch.uint8:
-            mask = mask.bool()
-        ends = self.start_transitions, self.end_transitions
-        return linear_chain(
-            emissions, self.transitions, *ends, mask=mask, batch_first=self.batch_first
-        )
-
-    def forward(
-        self, emissions: Tensor, tags: Tensor, mask: Tensor | None = None, reduction: str = "sum"
-    ) -> Tensor:
-        """Compute the log-likelihood of tags in nats; the loss is its negative.
-
-        Args:
-            emissions, mask: as in `chain`.
-            tags: `[T, N]`, or `[N, T]` with `batch_first`; those past a length are ignored.
-            reduction: `none`, `sum`, `mean` over the sequences, or `token_mean` over the tokens.
-
-        Returns:
-            A number, or `[N]` with `reduction="none"`.
-
-        Raises:
-            TypeError, ValueError: as in `partita.LinearChain`.
-            IndexError: a tag is out of range. On a GPU this is checked only with
-                `PARTITA_CHECK=1`, and otherwise gives -inf.
-        """
-        checks.choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
-        chain = self.chain(emissions, mask)
-        checks.integer("tags", tags)
-        checks.shape("tags", tags, emissions.shape[:2], "that of the emissions")
-        if checks.can_check_values(tags):
-            counted = tags if mask is None else tags.masked_fill(mask == 0, 0)
-            checks.labels("tags", counted, self.num_tags, checks.NOTHING_IGNORED)
-        log_likelihood = chain.log_prob(tags.mT if self.batch_first else tags)
-        if reduction == "none":
-            return log_likelihood
-        if reduction == "mean":
-            return log_likelihood.mean()
-        total = log_likelihood.sum()
-        if reduction == "sum":
-            return total
-        return total / (tags.numel() if chain.lengths is None else chain.lengths.sum())
-
-    def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
-        """Return the best tags of each sequence as lists, for which the host waits for the device.
-
-        `chain(emissions, mask).viterbi().states` stays on the device.
-
-        Args:
-            emissions, mask: as in `chain`.
-
-        Raises:
-            TypeError, ValueError: as in `partita.LinearChain`.
-        """
-        states = self.chain(emissions, mask).viterbi().states.T.tolist()
-        return [[state for state in row if state >= 0] for row in states]
-
-    def extra_repr(self) -> str:
-        """Return the options that torch prints with the module."""
-        return f"num_tags={self.num_tags}, batch_first={self.batch_first}"

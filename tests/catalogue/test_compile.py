@@ -158,7 +158,8 @@ def test_results_lie_as_fakes_say(name: str, device: str) -> None:
 
 # The derivatives of semi-Markov chains run the reference, step by step.
 UNROLLED = [
-    f"SemiMarkovChain.{method}" for method in ("state_marginals", "segment_marginals", "entropy")
+    f"SemiMarkovChain.{method}"
+    for method in ("state_marginals", "segment_marginals", "expected_counts", "entropy")
 ]
 SIZED = [
     (name, size)

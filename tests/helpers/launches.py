@@ -246,6 +246,8 @@ def call_mixture(*dtypes: torch.dtype) -> None:
         chain.segment_marginals()
         chain.viterbi()
         chain.sample(2)
+        if C < 64:
+            chain.nbest(2)
 
 
 def zeros_with_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -263,6 +265,8 @@ def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
     chain.segment_marginals()
     chain.viterbi()
     chain.sample(2)
+    if C < 64:  # The k best paths of more states have no kernel.
+        chain.nbest(2)
 
 
 def call_chains_with_ends(C: int, transposed: bool) -> None:
@@ -506,6 +510,8 @@ def call_all(dtype: torch.dtype) -> None:
     call_linear_chains(dtype)
     for C, D in ((24, 50), (64, 65)):
         call_semi_markov(dtype, C, D)
+    scores = (torch.zeros(shape, dtype=dtype) for shape in ((3, 2, 8), (8, 8), (32, 8)))
+    partita.semi_markov_chain(*scores).nbest(5)
     for T in (3, 600):
         call_crf(dtype, T)
     for C in (100, 5000, 50_257):

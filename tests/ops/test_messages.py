@@ -90,8 +90,8 @@ MISTAKES: dict[str, Callable[[], object]] = {
     r"IndexError: tags: expected classes from 0 to 2, got -100 at \[0, 2\]$": (
         lambda: CRF(EMISSIONS.transpose(0, 1), torch.tensor([[0, 1, -100, 2, 1], [0] * 5]))
     ),
-    r"ValueError: mask: .* got a token at \[1, 3\] after": (
-        lambda: CRF(EMISSIONS.transpose(0, 1), torch.zeros(2, 5, dtype=torch.int64), MASK)
+    r"ValueError: mask: .* \[N, T\] of emissions = \[2, 5\], got \[5, 2\]; .* batch_first=False": (
+        lambda: CRF(EMISSIONS.transpose(0, 1), torch.zeros(2, 5, dtype=torch.int64), MASK.T)
     ),
     r"ValueError: tags: expected shape that of the emissions = \[2, 5\], got \[5, 2\]": (
         lambda: CRF(EMISSIONS.transpose(0, 1), torch.zeros(5, 2, dtype=torch.int64))

@@ -51,6 +51,21 @@ def log_partitions_of(op: Any, function: Any, potentials: Any) -> tuple[Tensor, 
     return fp64, rounded
 
 
+def best_paths_of(
+    op: Any, specification: Callable[..., Any], check: Callable[..., None], potentials: Any, k: int
+) -> tuple[Tensor, ...]:
+    """Return the fields of the k best paths: by the op on a CPU, in plain PyTorch elsewhere.
+
+    There `check`, given the first potential and the lengths, raises for wrong lengths.
+    """
+    backend = current_backend()
+    if potentials[0].is_cpu and backend != "triton":
+        return op(*potentials, k, backend)
+    refuse_kernels("nbest")
+    check(potentials[0], potentials.lengths)
+    return specification(potentials, k)
+
+
 def save_log_partition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep the tensors of log Z, the backend, fp64 log Z and what the op saves for its gradient.
 

@@ -54,8 +54,8 @@ class PathDistribution(Generic[Path, Sample]):
         log_partitions              log Z, `[N]`, in fp64 and in the dtype of results
         mean_and_log_partition      the mean of the sum of values along a path, and log Z, in fp64;
                                     there is a value for each of the variables, of its shape
-        best_path, draw             the fields of the records
-        partition, nbest            the sum under another semiring, the fields of the k best paths
+        best_path, nbest, draw      the fields of the records
+        partition                   the sum under another semiring, if the scan takes one
     """
 
     _ops: ModuleType
@@ -90,6 +90,40 @@ class PathDistribution(Generic[Path, Sample]):
         """
         with torch.no_grad():
             return self._path(*self._ops.best_path(self._potentials))
+
+    def nbest(self, k: int) -> Path:
+        """Return the k best paths of each sequence, from the best on.
+
+        Of equal paths that with the lowest edges (states for a `LinearChain`), from the last state
+        back, comes first. Those of a `SemiMarkovChain` may come in any order. The scan runs in
+        Numba on the CPU and in PyTorch elsewhere, except that semi-Markov chains of few states have
+        a kernel. It is not differentiable; `log_prob` of the paths is.
+
+        Args:
+            k: the number of paths.
+
+        Returns:
+            The record that `viterbi` returns, each field with a leading dimension k. A path that
+            does not exist has score -inf, and its states and edges are -1.
+
+        Raises:
+            TypeError, ValueError: k is not an integer, or it is below 1.
+
+        Source: Schwartz and Chow, The N-best algorithm, 1990.
+
+        Example:
+            >>> import torch, partita
+            >>> emissions = torch.tensor([[[2.0, 0.0]], [[0.0, 0.5]]])
+            >>> best = partita.LinearChain(emissions, torch.zeros(2, 2)).nbest(3)
+            >>> best.score[:, 0], best.states[:, :, 0].tolist()
+            (tensor([2.5000, 2.0000, 0.5000]), [[0, 1], [0, 0], [1, 1]])
+        """
+        checks.python_int("k", k)
+        if k < 1:
+            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
+        with torch.no_grad():
+            score, *path = self._ops.nbest(self._potentials, k)
+            return self._path(self._rounded(score), *path)
 
     def sample(self, k: int, generator: torch.Generator | None = None) -> Sample:
         """Draw k independent paths from the posterior of each sequence.
@@ -179,7 +213,7 @@ class PathDistribution(Generic[Path, Sample]):
 
 
 class SemiringDistribution(PathDistribution[Path, Sample]):
-    """A distribution whose scan takes any semiring, and may carry the k best paths."""
+    """A distribution whose scan takes any semiring."""
 
     def _under(self, semiring: Semiring) -> Any:
         """Return the potentials for a semiring but `Log`."""
@@ -207,39 +241,6 @@ class SemiringDistribution(PathDistribution[Path, Sample]):
         if semiring == Log:
             return self._ops.log_partitions(self._potentials)[1]
         return self._ops.partition(self._under(semiring), semiring)
-
-    def nbest(self, k: int) -> Path:
-        """Return the k best paths of each sequence, from the best on.
-
-        Of equal paths that with the lowest edges (states for a `LinearChain`), from the last state
-        back, comes first. The scan runs in Numba on the CPU and in PyTorch elsewhere. It is not
-        differentiable; `log_prob` of the paths is.
-
-        Args:
-            k: the number of paths.
-
-        Returns:
-            The record that `viterbi` returns, each field with a leading dimension k. A path that
-            does not exist has score -inf, and its states and edges are -1.
-
-        Raises:
-            TypeError, ValueError: k is not an integer, or it is below 1.
-
-        Source: Schwartz and Chow, The N-best algorithm, 1990.
-
-        Example:
-            >>> import torch, partita
-            >>> emissions = torch.tensor([[[2.0, 0.0]], [[0.0, 0.5]]])
-            >>> best = partita.LinearChain(emissions, torch.zeros(2, 2)).nbest(3)
-            >>> best.score[:, 0], best.states[:, :, 0].tolist()
-            (tensor([2.5000, 2.0000, 0.5000]), [[0, 1], [0, 0], [1, 1]])
-        """
-        checks.python_int("k", k)
-        if k < 1:
-            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
-        with torch.no_grad():
-            score, *path = self._ops.nbest(self._potentials, k)
-            return self._path(self._rounded(score), *path)
 
 
 def _difference(a: Tensor | None, b: Tensor | None) -> Tensor | None:

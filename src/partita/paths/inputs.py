@@ -54,6 +54,25 @@ def end_of_chains(name: str, end: Tensor, emissions: Tensor) -> Tensor:
     return end.expand(N, C)
 
 
+def checked_mask(emissions: Tensor, mask: Tensor, batch_first: bool) -> Tensor:
+    """Return a mask, `[N, T]` with `batch_first`, as `[T, N]` bool; a wrong one raises.
+
+    The emissions are `[T, N, C]`.
+    """
+    T, N, _ = emissions.shape
+    checks.tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected dtype torch.bool, got {mask.dtype}")
+    shape, meaning = ((N, T), "[N, T]") if batch_first else ((T, N), "[T, N]")
+    try:
+        checks.shape("mask", mask, shape, f"{meaning} of emissions")
+    except ValueError as error:
+        is_other = tuple(mask.shape) == shape[::-1]
+        raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
+    checks.device("mask", mask, emissions, "emissions")
+    return mask.mT if batch_first else mask
+
+
 def lengths_of_chains(
     emissions: Tensor, lengths: Lengths | None, mask: Tensor | None, batch_first: bool, unit: str
 ) -> Tensor | None:
@@ -79,17 +98,7 @@ def lengths_of_chains(
         return found
     if lengths is not None:
         raise TypeError("mask: expected either lengths or a mask, got both")
-    checks.tensor("mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected dtype torch.bool, got {mask.dtype}")
-    shape, meaning = ((N, T), "[N, T]") if batch_first else ((T, N), "[T, N]")
-    try:
-        checks.shape("mask", mask, shape, f"{meaning} of emissions")
-    except ValueError as error:
-        is_other = tuple(mask.shape) == shape[::-1]
-        raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
-    checks.device("mask", mask, emissions, "emissions")
-    steps = mask.mT if batch_first else mask
+    steps = checked_mask(emissions, mask, batch_first)
     hole = steps[1:] & ~steps[:-1]
     if checks.can_check_values(mask):
         if (index := checks.first_index(hole.mT)) is not None:

@@ -26,10 +26,12 @@ def test_sizes_at_the_edge(backend: str, T: int, N: int, C: int, D: int) -> None
             chain.segment_marginals(),
             chain.viterbi(),
         )
-        drawn = chain.sample(2)
+        drawn, ranked = chain.sample(2), chain.nbest(5)
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in inputs]
     assert path.states.shape == path.starts.shape == (T, N)
     assert drawn.states.shape == drawn.starts.shape == (2, T, N)
+    assert ranked.states.shape == ranked.starts.shape == (5, T, N)
+    assert all(map(torch.equal, path, (each[0] for each in ranked)))
     assert segments.shape == (T, D, N, C)
     if C:
         torch.testing.assert_close(states.sum(2), torch.ones(T, N).double())
@@ -69,6 +71,7 @@ def test_chains_in_half_types_add_in_full(backend: str) -> None:
             (half.state_marginals(), full.state_marginals()),
             (half.segment_marginals(), full.segment_marginals()),
             (half.entropy(), full.entropy()),
+            *zip(half.expected_counts(), full.expected_counts(), strict=True),
         ):
             assert found.dtype == torch.float32
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
@@ -89,6 +92,7 @@ def test_kernels_of_the_cpu_agree_with_the_reference(offset: float) -> None:
             drawn = own.sample(20, torch.Generator().manual_seed(0))
             found[backend] = (
                 *(logz.detach(), own.state_marginals().detach(), *own.viterbi(), *drawn),
+                *own.nbest(4),
                 *torch.autograd.grad(logz.sum(), inputs),
             )
     for a, b in zip(*found.values(), strict=True):

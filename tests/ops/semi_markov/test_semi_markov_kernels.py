@@ -58,6 +58,9 @@ def agree_in_paths(chain: SemiMarkovChain) -> None:
         with poisoned_memory():
             path = autograd.viterbi(*arguments, name)
             found.append((*path, *autograd.sample(*arguments, uniforms, name)))
+            for k in (2, 3):
+                if plan.nbest_options(chain.emissions.shape[2], len(chain.durations), k):
+                    found[-1] += autograd.best_paths(*arguments, k, name)
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -235,6 +238,44 @@ def test_invalid_lengths_nan_and_no_path_stay_in_their_sequence(device: str) -> 
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_best_paths_and_samples(shape: tuple[int, int, int, int], device: str) -> None:
     agree_in_paths(random_semi_markov(*shape, device=device, forbidden=0.2))
+
+
+@kernel_devices
+@pytest.mark.parametrize(("C", "D", "k"), [(3, 4, 5), (1, 3, 3), (2, 1, 4), (5, 2, 1), (8, 9, 6)])
+def test_the_k_best_paths(C: int, D: int, k: int, device: str) -> None:
+    """The kernel has the paths of the reference, equal ones in the same order, to the last bit."""
+    assert plan.nbest_options(C, D, k)
+    for seed in range(2):
+        chain = random_semi_markov(6, 3, C, D, device=device, seed=seed, forbidden=0.2)
+        if seed:  # scores that tie
+            for scores in tensors_of(chain, torch.float64):
+                scores.round_()
+        found = []
+        for name in ("triton", "reference"):
+            with backend(name), poisoned_memory():
+                found.append(chain.nbest(k))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_which_k_best_paths_have_a_kernel() -> None:
+    assert plan.nbest_options(8, 32, 5) == {"BLOCK_C": 8, "SLOTS": 32, "RANKS": 8, "num_warps": 4}
+    assert plan.nbest_options(24, 50, 2) and not plan.nbest_options(24, 50, 3)
+    assert not plan.nbest_options(33, 2, 1) and not plan.nbest_options(2, 2, 10_000)
+
+
+@pytest.mark.gpu
+def test_the_k_best_paths_at_full_size() -> None:
+    chain = random_semi_markov(1000, 4, 8, 32, device="cuda", dtype=torch.float32)
+    found = chain.nbest(5)
+    on_cpu = (each.cpu() for each in (*tensors_of(chain, torch.float32),))
+    expected = SemiMarkovChain(*on_cpu, lengths=chain.lengths.cpu()).nbest(5)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0)
+    large = random_semi_markov(40, 2, 40, 6, device="cuda", dtype=torch.float32)  # in PyTorch
+    best = large.viterbi()
+    for a, b in zip(large.nbest(3), best, strict=True):
+        torch.testing.assert_close(a[0], b)
 
 
 @kernel_devices

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...paths.autograd import (
+    best_paths_of,
     gradients,
     log_partitions_of,
     off_path,
@@ -283,11 +284,4 @@ def mean_and_log_partition(
     return mean_of_values(chain, *values), log_partitions(chain)[0]
 
 
-def nbest(chain: LinearChainPotentials, k: int) -> tuple[Tensor, Tensor]:
-    """Return the scores and states of the k best paths, as in `best_paths` of sparse chains."""
-    backend = current_backend()
-    if chain.emissions.is_cpu and backend != "triton":
-        return best_paths(*chain, k, backend)
-    refuse_kernels("nbest")
-    check_values(chain.emissions, chain.lengths)
-    return reference.linear_chain_nbest(chain, k)
+nbest = partial(best_paths_of, best_paths, reference.linear_chain_nbest, check_values)

@@ -12,6 +12,7 @@ from ...paths.distribution import PathDistribution
 from ...paths.inputs import end_of_chains, lengths_of_chains, steps_first
 from ...runtime import checks
 from ...runtime.constants import scalar
+from ...runtime.dtypes import acc_dtype
 from . import autograd
 from .common import SemiMarkovPotentials
 from .reference import path_score
@@ -21,7 +22,7 @@ class SemiMarkovPath(NamedTuple):
     """The best path of each sequence.
 
     Of equal paths it is the one with the lowest last state, then the shortest last segment, then
-    the lowest state before it, and so on.
+    the lowest state before it, and so on. The k best paths of `nbest` have a leading dimension k.
 
     Fields:
         score: `[N]`, in nats if the scores are; -inf for a sequence without a path.
@@ -44,6 +45,23 @@ class SemiMarkovSample(NamedTuple):
 
     states: Tensor
     starts: Tensor
+
+
+class SemiMarkovCounts(NamedTuple):
+    """What the E-step of expectation maximization needs, summed over the steps.
+
+    Fields:
+        start: the posterior of the first state, `[N, C]`.
+        transitions: the expected number of transitions between segments `[N, C, C]`, as
+            `[n, from, to]`.
+        durations: the expected number of segments `[N, D, C]`, as `[n, d - 1, c]` for d steps.
+        end: the posterior of the last state, `[N, C]`.
+    """
+
+    start: Tensor
+    transitions: Tensor
+    durations: Tensor
+    end: Tensor
 
 
 def _checked_emissions(
@@ -138,8 +156,13 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
         self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "step")
 
     def _for_marginals(self) -> SemiMarkovPotentials:
-        """Return the potentials with emissions in the dtype of results, as that of gradients."""
-        return self._potentials._replace(emissions=self._rounded(self.emissions))
+        """Return the potentials in dtypes of which gradients are as exact as the results."""
+        dtype = acc_dtype(self.emissions.dtype)
+        emissions, start, end = (
+            x.to(torch.promote_types(x.dtype, dtype))
+            for x in (self.emissions, self.start, self.end)
+        )
+        return self._potentials._replace(emissions=emissions, start=start, end=end)
 
     def logz(self) -> Tensor:
         """Return log Z in nats, `[N]`; -inf for a sequence without a path.
@@ -182,6 +205,23 @@ class SemiMarkovChain(PathDistribution[SemiMarkovPath, SemiMarkovSample]):
                     [0.5000, 0.5000]])
         """
         return autograd.segment_marginals(self._for_marginals())
+
+    def expected_counts(self) -> SemiMarkovCounts:
+        """Return the posteriors of the ends, and the expected numbers of transitions and durations.
+
+        They are the gradients of each sequence's log Z, and differentiable. They take memory of
+        N·C·(C + D).
+
+        Example:
+            >>> import torch, partita
+            >>> durations = torch.zeros(2, 1)
+            >>> chain = partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations)
+            >>> chain.expected_counts().durations  # 1 + 1 + 1, 1 + 2 or 2 + 1
+            tensor([[[1.6667],
+                     [0.6667]]])
+        """
+        _, transitions, durations, start, end = autograd.marginals(self._for_marginals())
+        return SemiMarkovCounts(*map(self._rounded, (start, transitions, durations, end)))
 
     def log_prob(self, states: Tensor, starts: Tensor) -> Tensor:
         """Return the log-probability of paths in nats, `[..., N]`; -inf for what is no path.

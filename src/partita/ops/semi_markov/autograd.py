@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...paths.autograd import log_partitions_of, ones, save_log_partition
+from ...paths.autograd import best_paths_of, log_partitions_of, ones, save_log_partition
 from ...runtime import checks, register
 from ...runtime.autograd import (
     first_derivative,
@@ -27,6 +27,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .common import SemiMarkovPotentials
+from .gpu import plan
 
 
 def check_values(emissions: Tensor, lengths: Tensor | None) -> None:
@@ -93,6 +94,14 @@ viterbi = _checked(
         emissions.new_empty(emissions.shape[1], dtype=acc_dtype(emissions.dtype)),
         emissions.new_empty(emissions.shape[:2], dtype=torch.int64),
         emissions.new_empty(emissions.shape[:2], dtype=torch.bool),
+    ),
+)
+best_paths = _checked(
+    reference.semi_markov_nbest,
+    lambda emissions, k: (
+        emissions.new_empty((k, emissions.shape[1]), dtype=torch.float64),
+        emissions.new_empty((k, *emissions.shape[:2]), dtype=torch.int64),
+        emissions.new_empty((k, *emissions.shape[:2]), dtype=torch.bool),
     ),
 )
 sample = _checked(
@@ -201,6 +210,15 @@ log_partitions = partial(log_partitions_of, logz, LogZ)
 def best_path(chain: SemiMarkovPotentials) -> tuple[Tensor, ...]:
     """Return the best score, the states and the starts of segments of each sequence."""
     return viterbi(*chain, current_backend())
+
+
+def nbest(chain: SemiMarkovPotentials, k: int) -> tuple[Tensor, ...]:
+    """Return the scores, states and starts of the k best paths."""
+    backend = current_backend()
+    has_kernel = not chain.emissions.is_cpu or backend == "triton"
+    if has_kernel and plan.nbest_options(chain.emissions.shape[2], len(chain.durations), k):
+        return best_paths(*chain, k, backend)
+    return best_paths_of(best_paths, reference.semi_markov_nbest, check_values, chain, k)
 
 
 def draw(chain: SemiMarkovPotentials, k: int, uniform: Callable[..., Tensor]) -> tuple[Tensor, ...]:

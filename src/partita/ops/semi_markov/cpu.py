@@ -29,7 +29,7 @@ from ...primitives.cpu.batch import (
 from ...primitives.cpu.jit import MINUS_ONE, ONE, jit
 from ...primitives.cpu.math import exp, log
 from ...runtime.dtypes import acc_dtype
-from ..chain.cpu.paths import cumulative_exp, draw_index, max_over_edges
+from ..chain.cpu.paths import cumulative_exp, draw_index, insert, max_over_edges
 from ..chain.cpu.steps import lengths_of, logz_at_end
 from .common import SemiMarkovPotentials
 
@@ -395,6 +395,68 @@ def viterbi_kernel(sequences: Any, chain: Any, score: Any, states: Any, starts: 
             t, state = first - 1, previous[first, state]
 
 
+@jit
+def insert_paths(
+    paths: Any, state: int, score: float, way: int, R: int, best: Any, ways: Any, into: int
+) -> None:
+    """Insert the R descending paths of a state plus a score into those of another state.
+
+    Their ways are `way`, `way` + 1, ....
+    """
+    first, last = into * R, (into + 1) * R
+    for r in range(R):
+        term = paths[state * R + r] + score
+        if not (term > best[last - 1] or term != term):
+            break  # The others are no better.
+        insert(term, way + r, best, ways, first, last)
+
+
+@jit(nogil=True)
+def nbest_kernel(sequences: Any, chain: Any, scores: Any, states: Any, starts: Any) -> None:
+    """Find the R best paths of each sequence; scores are `[R, N]`.
+
+    A list of the R best paths of each state, `[C * R]`, stands where the scan of the best path has
+    its score. A way is the state before a new segment, or the number of steps minus 1 of a closed
+    one, times R plus the rank of the path before. Entries of `states` and `starts` `[R, T, N]` that
+    are on no path are not written.
+    """
+    (D, C), R, T = chain.durations.shape, len(scores), chain.emissions.shape[1]
+    opening, closing = np.zeros((T, C * R), np.int32), np.zeros((T, C * R), np.int32)
+    ring, alpha = np.empty((D, C * R)), np.empty(C * R)
+    last, slots = np.empty(R), np.zeros(R, np.int32)
+    for n in sequences:
+        for t in range(chain.lengths[n]):
+            emission, newest, ways = chain.emissions[n, t], ring[t % D], closing[t]
+            newest[:] = -INF
+            for c in range(C):
+                if t == 0:
+                    newest[c * R] = chain.start[n, c]
+                for i in range(C if t else 0):
+                    step = chain.transitions[0, i, c]
+                    insert_paths(alpha, i, step, i * R, R, newest, opening[t], c)
+            alpha[:] = -INF
+            for d in range(min(t + 1, D)):
+                row, duration = ring[(t - d) % D], chain.durations[d]
+                for c in range(C):
+                    for r in range(c * R, (c + 1) * R):
+                        row[r] += emission[c]
+                    if not (row[c * R] + duration[c] <= alpha[(c + 1) * R - 1]):  # seldom
+                        insert_paths(row, c, duration[c], d * R, R, alpha, ways, c)
+        last[:] = -INF
+        for c in range(C):
+            insert_paths(alpha, c, chain.end[n, c], c * R, R, last, slots, 0)
+        for r in range(R):
+            scores[r, n] = last[r]
+            state, rank, t = slots[r] // R, slots[r] % R, chain.lengths[n] - 1
+            while t >= 0 and last[r] > -INF:
+                way = closing[t, state * R + rank]
+                first, rank = t - way // R, way % R
+                for s in range(first, t + 1):
+                    states[r, s, n], starts[r, s, n] = state, s == first
+                way = opening[first, state * R + rank]
+                state, rank, t = way // R, way % R, first - 1
+
+
 @jit(nogil=True)
 def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any, starts: Any) -> None:
     """Draw k paths of each sequence, `[k, T, N]`, with uniform numbers `[T, 2, k, N]`.
@@ -440,6 +502,16 @@ def semi_markov_viterbi(
     states[:, invalid], starts[:, invalid] = -1, False
     found = torch.from_numpy(score).masked_fill_(invalid, torch.nan)
     return found.to(acc_dtype(chain.emissions.dtype)), states, starts
+
+
+def semi_markov_nbest(chain: SemiMarkovPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores `[k, N]` fp64 of the k best paths, their states and starts `[k, T, N]`."""
+    arrays, invalid = semi_markov_arrays(chain)
+    T, N, _ = chain.emissions.shape
+    score, (states, starts) = np.empty((k, N)), _no_paths(k, T, N)
+    run(nbest_kernel, arrays, score, states.numpy(), starts.numpy())
+    states[:, :, invalid], starts[:, :, invalid] = -1, False
+    return torch.from_numpy(score).masked_fill_(invalid, torch.nan), states, starts
 
 
 def semi_markov_sample(

@@ -297,6 +297,65 @@ def semi_markov_viterbi(
     return best.to(acc_dtype(chain.emissions.dtype)), states[0], starts[0]
 
 
+def _sorted(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k greatest of the first two dimensions as one, and their indices; ties in order.
+
+    The index of `scores[i, j]` is i k + j.
+    """
+    best, index = scores.flatten(0, 1).sort(dim=0, descending=True, stable=True)
+    return best[:k], index[:k]
+
+
+def semi_markov_nbest(chain: SemiMarkovPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores `[k, N]` fp64 of the k best paths, their states and starts `[k, T, N]`.
+
+    States are -1 past the length and for a path that does not exist, whose score is -inf. Of equal
+    paths that of `semi_markov_viterbi` comes first. Each state of a step keeps its k best paths,
+    so a step sorts k D ways of closing a segment of a state and k C ways of opening one.
+    """
+    x = semi_markov_inputs(chain)
+    (T, N, C), D = x.emissions.shape, len(x.durations)
+    states = x.last.new_full((k, T, N), -1)
+    starts = torch.zeros_like(states, dtype=torch.bool)
+    if not C:
+        return x.start.new_full((k, N), -torch.inf) + x.unused, states, starts
+    # Scores by rank; of open segments by age and rank.
+    begin = torch.cat([x.start[None], x.start.new_full((k - 1, N, C), -torch.inf)])
+    opened = begin.new_full((D, k, N, C), -torch.inf)
+    alpha: list[Tensor] = []
+    opening, closing = [torch.zeros_like(begin, dtype=torch.int64)], []
+    for t, emission in enumerate(x.emissions):
+        if t:
+            before = alpha[-1].movedim(2, 0)[..., None]  # [C, k, N, 1]
+            step = x.step(t).transpose(0, 1)[:, None]  # [C, 1, N, C]
+            begin, way = _sorted(before + step, k)
+            opening.append(way)
+        opened = torch.cat([begin[None], opened[:-1]]) + emission
+        possible = (x.ages() <= t) & (t <= x.last)
+        closed = x.closed(opened.transpose(0, 1), possible).transpose(0, 1)
+        best, way = _sorted(closed, k)
+        alpha.append(best)
+        closing.append(way)
+    sequence = torch.arange(N, device=x.last.device)
+    ends = torch.stack(alpha)[x.last, :, sequence] + x.end[:, None]  # [N, k, C]
+    score, slot = _sorted(ends.permute(2, 1, 0), k)
+    score = score + x.unused
+    last, first = x.last.expand(k, N), torch.zeros_like(slot)
+    end, state, rank = last, slot // k, slot % k
+    for t in reversed(range(T)):
+        way = closing[t][rank, sequence, state]
+        first = torch.where(end == t, t - way // k, first)
+        rank = torch.where(end == t, way % k, rank)
+        states[:, t] = torch.where(t <= last, state, -1)
+        starts[:, t] = (t <= last) & (t == first)
+        way = opening[t][rank, sequence, state]
+        end = torch.where(first == t, t - 1, end)
+        state = torch.where(first == t, way // k, state)
+        rank = torch.where(first == t, way % k, rank)
+    has_path = (score > -torch.inf)[:, None]  # False for NaN
+    return score, states.masked_fill(~has_path, -1), starts & has_path
+
+
 def semi_markov_sample(
     chain: SemiMarkovPotentials,
     uniforms: Tensor,

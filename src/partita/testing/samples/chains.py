@@ -336,9 +336,11 @@ CALLS = (
     ),
     _semi("SemiMarkovChain.state_marginals", SemiMarkovChain.state_marginals, (1,)),
     _semi("SemiMarkovChain.segment_marginals", SemiMarkovChain.segment_marginals, (2,)),
+    _semi("SemiMarkovChain.expected_counts", SemiMarkovChain.expected_counts, (0, 0, 0, 0)),
     _semi(
         "SemiMarkovChain.viterbi", SemiMarkovChain.viterbi, (0, 1, 1), usual=USUAL_SEGMENTS, **PATH
     ),
+    _semi("SemiMarkovChain.nbest", lambda chain: chain.nbest(2), (1, 2, 2), **PATH),
     _semi("SemiMarkovChain.sample", _sampled, (2, 2), usual=USUAL_SEGMENTS, **PATH),
     _semi("SemiMarkovChain.entropy", SemiMarkovChain.entropy, (0,), values=("wide",)),
     _semi(

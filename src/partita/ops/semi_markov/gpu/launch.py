@@ -20,6 +20,7 @@ from .gradient import (
     semi_markov_sum_kernel,
 )
 from .memory_scan import semi_markov_memory_scan_kernel, semi_markov_tables_kernel
+from .nbest import semi_markov_nbest_scan_kernel, semi_markov_nbest_trace_kernel
 from .paths import (
     semi_markov_best_scan_kernel,
     semi_markov_sample_kernel,
@@ -327,6 +328,44 @@ def semi_markov_viterbi(
         num_warps=1,
     )
     return score, states, starts
+
+
+def semi_markov_nbest(chain: SemiMarkovPotentials, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores `[k, N]` fp64 of the k best paths, their states and starts `[k, T, N]`."""
+    chains, device = chains_of(chain), chain.emissions.device
+    T, N, C, D = chains[-4:]
+    options = plan.nbest_options(C, D, k)
+    assert options is not None, "the autograd layer calls what the plan serves"
+    scores = torch.empty((k, N), dtype=torch.float64, device=device)
+    states = torch.empty((k, T, N), dtype=torch.int64, device=device)
+    starts = torch.empty((k, T, N), dtype=torch.bool, device=device)
+    ways = torch.empty((2, T, N, C, k), dtype=torch.int32, device=device)
+    last = torch.empty((k, N), dtype=torch.int32, device=device)
+    paths = {"ways_ptr": ways, "last_ptr": last, "k": k}
+    launch(
+        semi_markov_nbest_scan_kernel,
+        N,
+        chains=chains,
+        weights_ptr=scan_weights(chain),
+        scores_ptr=scores,
+        **paths,
+        **options,
+    )
+    launch(
+        semi_markov_nbest_trace_kernel,
+        k * N,
+        states_ptr=states,
+        starts_ptr=starts,
+        lengths_ptr=chains.lengths,
+        T=T,
+        N=N,
+        C=C,
+        **paths,
+        RANKS=options["RANKS"],
+        BLOCK=32,
+        num_warps=1,
+    )
+    return scores, states, starts
 
 
 def semi_markov_sample(

@@ -35,6 +35,19 @@ def scan_options(C: int, D: int) -> dict[str, int]:
     return {"BLOCK_C": block_c, "SLOTS": slots, "num_warps": num_warps}
 
 
+def nbest_options(C: int, D: int, k: int) -> dict[str, int] | None:
+    """Return the compile-time arguments of the scan of the k best paths, or None if it cannot run.
+
+    Its ring, and the ways into the states, stay in the registers of one program.
+    """
+    block_c, slots, ranks = state_block(C), duration_block(D), next_power_of_2(max(k, 2))
+    size = block_c * ranks * max(slots, block_c)
+    if C > MAX_RESIDENT_STATES or size > MAX_RING:
+        return None
+    num_warps = max(1, min(8, size // 512))
+    return {"BLOCK_C": block_c, "SLOTS": slots, "RANKS": ranks, "num_warps": num_warps}
+
+
 def memory_scan_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan with its ring in memory.
 
