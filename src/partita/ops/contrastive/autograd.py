@@ -53,8 +53,8 @@ class ContrastiveLoss(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor, ...]:
         numbers = (logit_scale, logit_bias, 0, is_sigmoid, symmetric, budget)
-        state = state_op(a, b, *numbers, save, backend)
-        return mean_loss(*state[:2], is_sigmoid, symmetric), *state
+        rows, columns, saved = state_op(a, b, *numbers, save, backend)
+        return mean_loss(rows, columns, is_sigmoid, symmetric), rows, columns, saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

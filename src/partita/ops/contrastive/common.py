@@ -7,7 +7,7 @@ the products a backend reads them once, for the log-sum-exps or for the gradient
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,14 +52,14 @@ class Logits(NamedTuple):
 
 
 class LogSumExp(NamedTuple):
-    """Log-sum-exps as maximum + log(total). Of sigmoids, `total` is the loss itself.
+    """Log-sum-exps as maximum + log(total), or sums alone.
 
     Fields:
-        maximum: the maximum of the logits, `[K]`, 0 for sigmoids.
-        total: the sum of exp(logit - maximum), `[K]`.
+        maximum: the maximum of the logits, `[K]`, or None. It is 0 for rows of sigmoids.
+        total: the sum of exp(logit - maximum), `[K]`. For rows of sigmoids it is their loss.
     """
 
-    maximum: Tensor
+    maximum: Any
     total: Tensor
 
 
@@ -164,7 +164,7 @@ def row_bytes(columns: int, dtype: torch.dtype) -> int:
 
 def chunk_rows(a: Tensor, b: Tensor, budget: int) -> int:
     """Return the rows in a chunk: equal chunks, as few as the budget allows."""
-    fitting = max(budget // max(row_bytes(len(b), a.dtype), 1), 1)
+    fitting = max(min(budget // max(row_bytes(len(b), a.dtype), 1), len(a)), 1)
     if a.device.type == "cpu":  # whose functions make temporary tensors
         fitting = min(fitting, CPU_CHUNK_TOKENS)
     if fitting < len(a) and fitting > CHUNK_ROWS:
@@ -188,9 +188,7 @@ def log_sum_exp(pair: Tensor) -> LogSumExp:
     return LogSumExp(pair[0], pair[1])
 
 
-def empty_state(
-    a: Tensor, b: Tensor, symmetric: bool, save: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_state(a: Tensor, b: Tensor, symmetric: bool, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for the results of `contrastive_state`."""
     n, m, dtype = a.shape[0], b.shape[0], acc_dtype(a.dtype)
     sizes = (3, n), (2, m if symmetric else 0), (n if save else 0, padded_width(m))

@@ -47,7 +47,9 @@ def logits_of(chunk: Logits) -> Tensor:
     return logits if chunk.bias is None else logits + chunk.bias
 
 
-def scan(chunk: Logits, rows: LogSumExp, pairs: Tensor, columns: LogSumExp | None, adds: bool):
+def scan(
+    chunk: Logits, rows: LogSumExp, pairs: Tensor, columns: LogSumExp | None, adds: bool
+) -> None:
     """Write the statistics of a chunk; see `ContrastiveKernels`."""
     logits = logits_of(chunk)
     pairs.copy_(logits.diagonal(chunk.first))
