@@ -32,7 +32,7 @@ def contrastive_loss(
         b: features `[N, D]` in the dtype of `a`. Without `symmetric` there may be more rows, which
             are hard negatives: they are columns that are no row's pair.
         logit_scale: a number, or a tensor `[]` or `[1]` of a floating dtype; not its logarithm.
-        logit_bias: the same, or None for 0. It cancels in a softmax.
+        logit_bias: a number or a tensor as the scale, or None for 0. It cancels in a softmax.
         kind: `softmax` or `sigmoid`.
         symmetric: whether a softmax has the cross-entropies of columns too; without it the loss is
             that of rows alone. A sigmoid has none of columns.
@@ -60,11 +60,11 @@ def contrastive_loss(
     Example:
         >>> import torch, partita
         >>> a, b = torch.eye(3, requires_grad=True), torch.eye(3)
-        >>> loss = partita.contrastive_loss(a, b, logit_scale=10.0)
-        >>> loss
-        tensor(9.0796e-05, grad_fn=<ContrastiveLossBackward>)
-        >>> partita.contrastive_loss(a, b, 10.0, logit_bias=-5.0, kind="sigmoid").item()
-        0.0201...
+        >>> loss = partita.contrastive_loss(a, b, logit_scale=2.0)
+        >>> loss.detach()
+        tensor(0.2395)
+        >>> torch.autograd.grad(loss, a)[0][0]
+        tensor([-0.1420,  0.0710,  0.0710])
     """
     inputs = checked_inputs(a, b, logit_scale, logit_bias, kind, symmetric, memory_budget)
     save = inputs.fits(inputs.b.shape[0]) and needs_gradient(*inputs[:4])
