@@ -422,8 +422,8 @@ def call_contrastive(dtype: torch.dtype) -> None:
     numbers = LogSumExp(*similarities[:2])
     for columns, sigmoid in ((numbers, False), (None, False), (None, True)):
         number = similarities[0, 0]
-        logits = Logits(similarities, number, number if sigmoid else None, 0, sigmoid)
-        gradient(logits, numbers, columns, 1.0, similarities.to(dtype), similarities[:2])
+        logits = Logits(similarities, number, number if sigmoid else None, 0)
+        gradient(logits, sigmoid, numbers, columns, 1.0, similarities.to(dtype), similarities[:2])
 
 
 def call_parallel(dtype: torch.dtype) -> None:

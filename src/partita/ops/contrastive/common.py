@@ -41,14 +41,12 @@ class Logits(NamedTuple):
         scale: `[]`.
         bias: `[]`, or None for 0.
         first: the column that is the pair of the first row. That of the next row is the next.
-        is_sigmoid: whether a logit is that of one pair, and not of a softmax.
     """
 
     similarities: Tensor
     scale: Tensor
     bias: Tensor | None
     first: int
-    is_sigmoid: bool
 
 
 class LogSumExp(NamedTuple):
@@ -67,12 +65,13 @@ class ContrastiveKernels(NamedTuple):
     """The functions of one backend that read a chunk of logits.
 
     Fields:
-        scan: takes `Logits`, the `LogSumExp` of their rows, memory for the logit of each row's
-            pair `[R]`, and the `LogSumExp` of all columns or None. It writes all of them; the
-            columns are added to what earlier chunks have written unless the chunk is the first.
-        gradient: takes `Logits`, the `LogSumExp` of rows, that of columns or None, a factor, and
-            memory. It writes the gradient of the logits times the factor `[R, C]`, and the sums of
-            each row, `[2, R]`: of the gradient times the similarity, and of the gradient.
+        scan: takes `Logits`, whether they are those of sigmoids, the `LogSumExp` of their rows,
+            memory for the logit of each row's pair `[R]`, and the `LogSumExp` of all columns or
+            None. It writes all of them, or adds the columns to what earlier chunks have written.
+        gradient: takes `Logits`, whether they are those of sigmoids, the `LogSumExp` of rows, that
+            of columns or None, a factor, and memory. It writes the gradient of the logits times the
+            factor `[R, C]`, and the sums of each row, `[2, R]`: of the gradient times the
+            similarity, and of the gradient.
     """
 
     scan: Callable[..., None]
@@ -85,7 +84,7 @@ class ContrastiveInputs(NamedTuple):
     Fields:
         a, b: features `[n, D]` and `[m, D]` in the dtype of autocast.
         logit_scale, logit_bias: numbers in the accumulator's dtype, `[]`; no bias is None.
-        is_sigmoid: as in `Logits`.
+        is_sigmoid: whether each logit is that of a binary choice.
         symmetric: whether there is a softmax of each column too.
         budget: bytes for a chunk of logits.
     """
@@ -183,11 +182,6 @@ def as_factors(*features: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.contiguous() if x.is_cuda else x.to(acc_dtype(x.dtype)) for x in features)
 
 
-def log_sum_exp(pair: Tensor) -> LogSumExp:
-    """Return the log-sum-exps of a tensor `[2, K]`, or more rows, as views."""
-    return LogSumExp(pair[0], pair[1])
-
-
 def empty_state(a: Tensor, b: Tensor, symmetric: bool, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for the results of `contrastive_state`."""
     n, m, dtype = a.shape[0], b.shape[0], acc_dtype(a.dtype)
@@ -225,9 +219,7 @@ def contrastive_state(
         a, b: features of the rows `[n, D]` and of the columns `[m, D]`.
         logit_scale, logit_bias: numbers in the accumulator's dtype, `[]`.
         first: the column that is the pair of the first row.
-        is_sigmoid: as in `Logits`.
-        symmetric: whether there is a softmax of each column too.
-        budget: bytes for a chunk of logits.
+        is_sigmoid, symmetric, budget: as in `ContrastiveInputs`.
         save: whether the similarities are saved.
         kernels: the functions of the backend.
 
@@ -236,19 +228,17 @@ def contrastive_state(
         the saved similarities, `[n, padded m]`.
     """
     rows, columns, saved = empty_state(a, b, symmetric, save)
-    of_columns = log_sum_exp(columns) if symmetric else None
+    of_columns = LogSumExp(*columns) if symmetric else None
     (n, _), m, size = a.shape, len(b), chunk_rows(a, b, budget)
-    if n == 0 and of_columns is not None:
-        of_columns.maximum.fill_(-torch.inf)
-        of_columns.total.zero_()
     a, b = as_factors(a, b)
     memory = saved if save else saved.new_empty(min(size, n), padded_width(m))
     for some in chunks(n, size):
         similarities = memory[some if save else slice(0, some.stop - some.start), :m]
         multiply(a[some], b.T, similarities)
-        logits = Logits(similarities, logit_scale, logit_bias, first + some.start, is_sigmoid)
-        of_some = rows[:, some]
-        kernels.scan(logits, log_sum_exp(of_some), of_some[2], of_columns, some.start > 0)
+        logits = Logits(similarities, logit_scale, logit_bias, first + some.start)
+        *of_rows, pairs = rows[:, some]
+        adds = some.start > 0
+        kernels.scan(logits, is_sigmoid, LogSumExp(*of_rows), pairs, of_columns, adds)
     return rows, columns, saved
 
 
@@ -279,7 +269,7 @@ def contrastive_gradient(
         `[2, n]`. Products that are not wanted are empty.
     """
     da, db, sums = empty_gradients(a, b, a_grad, b_grad)
-    of_columns = log_sum_exp(columns) if symmetric else None
+    of_columns = LogSumExp(*columns) if symmetric else None
     (n, _), m, size = a.shape, len(b), chunk_rows(a, b, budget)
     factor, (a, b) = gradient_factor(a.dtype), as_factors(a, b)
     if n == 0:
@@ -294,9 +284,9 @@ def contrastive_gradient(
             similarities = saved[some, :m]
         else:
             multiply(a[some], b.T, similarities)
-        logits = Logits(similarities, logit_scale, logit_bias, first + some.start, is_sigmoid)
-        of_some = log_sum_exp(rows[:, some])
-        kernels.gradient(logits, of_some, of_columns, factor, gradient, sums[:, some])
+        logits = Logits(similarities, logit_scale, logit_bias, first + some.start)
+        of_both = (LogSumExp(*rows[:2, some]), of_columns)
+        kernels.gradient(logits, is_sigmoid, *of_both, factor, gradient, sums[:, some])
         if a_grad:
             multiply(gradient, b, da[some])
         if b_grad:

@@ -48,12 +48,17 @@ def logits_of(chunk: Logits) -> Tensor:
 
 
 def scan(
-    chunk: Logits, rows: LogSumExp, pairs: Tensor, columns: LogSumExp | None, adds: bool
+    chunk: Logits,
+    is_sigmoid: bool,
+    rows: LogSumExp,
+    pairs: Tensor,
+    columns: LogSumExp | None,
+    adds: bool,
 ) -> None:
     """Write the statistics of a chunk; see `ContrastiveKernels`."""
     logits = logits_of(chunk)
     pairs.copy_(logits.diagonal(chunk.first))
-    if chunk.is_sigmoid:
+    if is_sigmoid:
         signed = logits.diagonal_scatter(-pairs, chunk.first)
         rows.maximum.zero_()
         rows.total.copy_(-F.logsigmoid(-signed).sum(1))
@@ -84,6 +89,7 @@ def rescaled(state: LogSumExp, maximum: Tensor) -> Tensor:
 
 def gradient(
     chunk: Logits,
+    is_sigmoid: bool,
     rows: LogSumExp,
     columns: LogSumExp | None,
     factor: float,
@@ -95,7 +101,7 @@ def gradient(
     That of a pair is p - 1, which is computed without cancellation for a sigmoid.
     """
     logits = logits_of(chunk)
-    if chunk.is_sigmoid:
+    if is_sigmoid:
         of_pairs = -(-logits.diagonal(chunk.first)).sigmoid()
         found = logits.sigmoid().diagonal_scatter(of_pairs, chunk.first)
     else:

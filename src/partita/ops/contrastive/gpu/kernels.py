@@ -23,16 +23,6 @@ TILE_ROWS, TILE_COLUMNS = 32, 128
 MERGED, MERGED_PARTS = 64, 16  # results of a program that merges, and the parts it loads together
 
 
-class LogitsOfKernel(NamedTuple):
-    """`Logits` as a kernel takes them, with `row`, the stride of the similarities over rows."""
-
-    similarities: Any
-    row: Any
-    scale: Any
-    bias: Any
-    first: Any
-
-
 class Tile(NamedTuple):
     """The logits of a program.
 
@@ -55,14 +45,14 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def load_tile(logits, R, C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+def load_tile(logits, stride, R, C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """Load the tile of this program."""
     blocks = tl.cdiv(C, TILE_C)
     row_block, column_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     row = (row_block.to(tl.int64) * TILE_R + tl.arange(0, TILE_R))[:, None]
     column = (column_block.to(tl.int64) * TILE_C + tl.arange(0, TILE_C))[None, :]
     mask = (row < R) & (column < C)
-    similarity = tl.load(logits.similarities + row * logits.row + column, mask=mask, other=0.0)
+    similarity = tl.load(logits.similarities + row * stride + column, mask=mask, other=0.0)
     logit = similarity * tl.load(logits.scale)
     if logits.bias is not None:
         logit += tl.load(logits.bias)
@@ -82,7 +72,8 @@ def store_part(parts, logit, place, size, block, AXIS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "C"])
 def contrastive_scan_kernel(
-    logits,  # LogitsOfKernel, [R, C]
+    logits,  # Logits, [R, C]
+    stride,
     rows,  # LogSumExp of the tiles of each row, [column blocks, R]; of sigmoids the sums alone
     columns,  # LogSumExp of the tiles of each column, [row blocks, C], or None
     pairs_ptr,  # [R], the logits of pairs
@@ -96,7 +87,7 @@ def contrastive_scan_kernel(
 
     Of sigmoids it computes the sum of the losses of each row.
     """
-    tile = load_tile(logits, R, C, TILE_R, TILE_C)
+    tile = load_tile(logits, stride, R, C, TILE_R, TILE_C)
     tl.store(pairs_ptr + tile.row + tile.column * 0, tile.logit, mask=tile.is_pair)
     if IS_SIGMOID:
         x = tl.where(tile.is_pair, -tile.logit, tile.logit)
@@ -114,7 +105,8 @@ def contrastive_scan_kernel(
 
 @triton.jit(do_not_specialize=["R", "C", "factor"])
 def contrastive_gradient_kernel(
-    logits,  # LogitsOfKernel, [R, C]
+    logits,  # Logits, [R, C]
+    stride,
     rows,  # LogSumExp, [R]
     columns,  # LogSumExp, [C], or None
     gradient_ptr,  # [R, C], written
@@ -129,7 +121,7 @@ def contrastive_gradient_kernel(
     TILE_C: tl.constexpr,
 ):
     """Compute the gradient of a tile of logits, times a factor where it is rounded."""
-    tile = load_tile(logits, R, C, TILE_R, TILE_C)
+    tile = load_tile(logits, stride, R, C, TILE_R, TILE_C)
     dtype: tl.constexpr = tile.logit.dtype
     if IS_SIGMOID:
         # The gradient in x is its sigmoid, which is that of the logit but for the sign of pairs.
@@ -200,17 +192,18 @@ def contrastive_merge_kernel(
         tl.store(result.maximum + place, maximum, mask=exists)
 
 
-def launch_tiles(kernel: Any, chunk: Logits, **options: Any) -> None:
+def launch_tiles(kernel: Any, chunk: Logits, is_sigmoid: bool, **options: Any) -> None:
     """Launch a program for each tile of a chunk."""
     R, C = chunk.similarities.shape
     launch(
         kernel,
         cdiv(R, TILE_ROWS) * cdiv(C, TILE_COLUMNS),
-        logits=LogitsOfKernel(chunk.similarities, chunk.similarities.stride(0), *chunk[1:4]),
+        logits=chunk,
+        stride=chunk.similarities.stride(0),
         R=R,
         C=C,
         **options,
-        IS_SIGMOID=chunk.is_sigmoid,
+        IS_SIGMOID=is_sigmoid,
         TILE_R=TILE_ROWS,
         TILE_C=TILE_COLUMNS,
         num_warps=8,
@@ -235,7 +228,12 @@ def merge(parts: LogSumExp, result: LogSumExp, adds: bool = False) -> None:
 
 
 def scan(
-    chunk: Logits, rows: LogSumExp, pairs: Tensor, columns: LogSumExp | None, adds: bool
+    chunk: Logits,
+    is_sigmoid: bool,
+    rows: LogSumExp,
+    pairs: Tensor,
+    columns: LogSumExp | None,
+    adds: bool,
 ) -> None:
     """Write the statistics of a chunk; see `ContrastiveKernels`."""
     R, C = chunk.similarities.shape
@@ -243,11 +241,11 @@ def scan(
     of_columns = None
     if columns is not None:
         of_columns = LogSumExp(*pairs.new_empty(2, cdiv(R, TILE_ROWS), C))
-    if chunk.is_sigmoid:
+    if is_sigmoid:
         rows.maximum.zero_()
         of_rows, rows = (each._replace(maximum=None) for each in (of_rows, rows))
     tensors = {"rows": of_rows, "columns": of_columns, "pairs_ptr": pairs}
-    launch_tiles(contrastive_scan_kernel, chunk, **tensors)
+    launch_tiles(contrastive_scan_kernel, chunk, is_sigmoid, **tensors)
     merge(of_rows, rows)
     if columns is not None and of_columns is not None:
         merge(of_columns, columns, adds)
@@ -255,6 +253,7 @@ def scan(
 
 def gradient(
     chunk: Logits,
+    is_sigmoid: bool,
     rows: LogSumExp,
     columns: LogSumExp | None,
     factor: float,
@@ -267,6 +266,7 @@ def gradient(
     launch_tiles(
         contrastive_gradient_kernel,
         chunk,
+        is_sigmoid,
         rows=rows,
         columns=columns,
         gradient_ptr=result,
