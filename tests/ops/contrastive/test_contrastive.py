@@ -216,14 +216,14 @@ def test_autocast_casts_features(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_gradients_in_fp16_do_not_underflow(kind: str) -> None:
-    """Without a loss scale the gradient of most logits is below 1e-9 here."""
+    """The gradient of most logits is below 1e-8 here, which fp16 does not have."""
     a, b = (features(16384, 64, torch.float16, "cuda", seed) for seed in (0, 1))
     numbers = (torch.tensor(x, device="cuda", requires_grad=True) for x in (10.0, -9.0))
     of = (a, b, *numbers)
     found = run(of, kind=kind, memory_budget=2**28)
     wide = tuple(x.detach().double().requires_grad_() for x in of)
     for ours, truth in zip(found[1:3], run(wide, kind=kind)[1:3], strict=True):
-        # The gradients of features themselves are subnormal, in steps of 6e-8.
+        # Some gradients of features are subnormal, in steps of 6e-8.
         error = (ours.double() - truth).norm() / truth.norm()
         assert error < 2e-2
 
