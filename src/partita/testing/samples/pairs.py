@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops.contrastive.api import contrastive_loss
 from ...ops.contrastive.common import row_bytes
-from .call import Bound, Call, Draw, Inputs, Sizes, together
+from .call import Call, Draw, Inputs, Sizes, together
 
 
 def _columns(draw: Draw, sizes: Sizes, more: int = 0) -> Tensor:
@@ -64,7 +64,5 @@ CALLS = (
         empty=("rows",),
         values=(),
         checked=({"rows": 301, "hidden": 65},),
-        forward=Bound(16.0),
-        backward=Bound(16.0),
     ),
 )
