@@ -9,6 +9,7 @@ from torch.serialization import add_safe_globals as _add_safe_globals
 
 from .ops.chain.api import Chain, ChainSample, ViterbiPath, logz
 from .ops.chain.edges import dense_source, edges_from_states
+from .ops.contrastive.api import contrastive_loss
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss, word_spans
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
@@ -92,6 +93,7 @@ __all__ = [
     "ViterbiPath",
     "backend",
     "batch_invariant",
+    "contrastive_loss",
     "cross_entropy",
     "ctc_align",
     "ctc_beam_search",

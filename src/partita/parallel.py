@@ -1,9 +1,10 @@
-"""Losses over a vocabulary that is sharded over a process group, and balanced batches."""
+"""Losses of classes or pairs that lie on the ranks of a process group, and balanced batches."""
 
 from __future__ import annotations
 
 from .ops.vocab_parallel.api import cross_entropy, linear_cross_entropy, token_stats
 from .ops.vocab_parallel.balanced import balanced
+from .ops.vocab_parallel.contrastive import contrastive_loss
 from .ops.vocab_parallel.divergence import (
     divergence,
     linear_divergence,
@@ -14,6 +15,7 @@ from .ops.vocab_parallel.support import linear_support_stats, support_stats
 
 __all__ = [
     "balanced",
+    "contrastive_loss",
     "cross_entropy",
     "divergence",
     "linear_cross_entropy",

@@ -33,7 +33,7 @@ CHAINS = ("chain", "linear_chain", "semi_markov")
 CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
-    "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
+    "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,open-clip,koi,seqdist,"
     "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode"
 )
 TINY = "--elements 2048 --columns 16,33 --repetitions 2"
@@ -118,6 +118,7 @@ def test_all_ops_with_table_csv_and_picture(
             "linear_truncated_stats",
             "linear_cross_entropy_lora",
             "linear_distillation_loss",
+            "contrastive_loss",
         )
         of_rows = ("cross_entropy", "divergence", *of_heads)
         assert bool(row["extra_memory_bytes"]) == (
@@ -310,8 +311,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "chess",
             "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
             " linear_cross_entropy, linear_cross_entropy_lora, linear_truncated_stats, divergence,"
-            " linear_support_stats, chain, linear_chain, semi_markov, ctc, rnnt, decode, got"
-            " 'chess'",
+            " linear_support_stats, contrastive_loss, chain, linear_chain, semi_markov, ctc, rnnt,"
+            " decode, got 'chess'",
         ),
         ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),

@@ -23,10 +23,13 @@ IN_PYTORCH = "PyTorch's own functions serve it"
 WITH_REST = "logprobs: it calls aten.fill_.Tensor; logprobs_backward: it calls aten.clone.default"
 # PyTorch checks the offsets of recorded supports, and sorts their ids.
 SORTED = "support_sets: it calls aten.lt.Tensor"
+# The matrix products of its chunks are PyTorch's.
+PRODUCTS = "contrastive_state: it calls aten.mm.out; contrastive_gradient: it calls aten.mm.out"
 # What `partita info --replay` says of the calls that are not replayed, or of which a part is not.
 EXCEPTIONS = {
     "support_stats": SORTED,
     "linear_support_stats": SORTED,
+    "contrastive_loss": PRODUCTS,
     "topk_divergence": WITH_REST,
     "linear_topk_divergence": WITH_REST,
     "Chain.nbest": IN_PYTORCH,

@@ -30,7 +30,7 @@ with partita.backend("reference"):
 # The kinds of calls that have autograd functions of their own.
 KINDS = (
     *("probabilities, all options", "lean", "bias, all options, lean", "bias, beta 1, lean"),
-    "low rank, lean",
+    *("low rank, lean", "sigmoid, lean"),
 )
 VARIANTS = {name: (name, "") for name in DIFFERENTIABLE} | {
     f"{name}, {kind}": (name, kind)

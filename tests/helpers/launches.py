@@ -409,6 +409,27 @@ def call_low_rank(dtype: torch.dtype) -> None:
         torch.autograd.grad(loss, factors)
 
 
+def call_contrastive(dtype: torch.dtype) -> None:
+    """Call losses of pairs whose logits fit the budget, and of chunks of rows."""
+    features = [zeros_with_gradient((300, 8), dtype) for _ in range(2)]
+    scale, bias = (zeros_with_gradient((), torch.float32) for _ in range(2))
+    for options in ({}, {"symmetric": False}, {"kind": "sigmoid"}):
+        for memory_budget in (None, 2**19):
+            numbers = {"logit_bias": bias, "memory_budget": memory_budget, **options}
+            loss = partita.contrastive_loss(*features, scale, **numbers)
+            torch.autograd.grad(loss, (*features, scale, bias))
+    from partita.ops.contrastive.common import Logits, LogSumExp
+    from partita.ops.contrastive.gpu.kernels import gradient
+
+    # On the CPU the products of half types are in fp32, and so is the gradient of the logits.
+    similarities = torch.zeros(300, 300, dtype=torch.promote_types(dtype, torch.float32))
+    numbers = LogSumExp(*similarities[:2])
+    for columns, sigmoid in ((numbers, False), (None, False), (None, True)):
+        number = similarities[0, 0]
+        logits = Logits(similarities, number, number if sigmoid else None, 0)
+        gradient(logits, sigmoid, numbers, columns, 1.0, similarities.to(dtype), similarities[:2])
+
+
 def call_parallel(dtype: torch.dtype) -> None:
     """Merge the statistics of two ranks, and call the kernel in which ranks wait."""
     from partita.ops.vocab_parallel import autograd
@@ -517,6 +538,7 @@ def call_all(dtype: torch.dtype) -> None:
     for C in (100, 5000, 50_257):
         call_linear(dtype, C)
     call_low_rank(dtype)
+    call_contrastive(dtype)
     call_parallel(dtype)
     call_decode(dtype)
     batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))

@@ -31,6 +31,13 @@ from helpers.rank_losses import (
     check_unfinished_collective,
 )
 from helpers.rank_models import check_transducers
+from helpers.rank_pairs import (
+    check_compiled_and_frozen_pairs,
+    check_pairs_against_open_clip,
+    check_pairs_beside_hard_negatives,
+    check_pairs_of_wrapped_models,
+    check_refused_pairs,
+)
 from helpers.rank_shards import (
     check_fused_models,
     check_pipeline,
@@ -66,6 +73,11 @@ CHECKS = (
     check_pipeline,
     check_invalid_supports,
     check_bits_of_supports,
+    check_pairs_against_open_clip,
+    check_pairs_of_wrapped_models,
+    check_pairs_beside_hard_negatives,
+    check_compiled_and_frozen_pairs,
+    check_refused_pairs,
 )
 
 

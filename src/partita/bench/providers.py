@@ -11,14 +11,14 @@ from collections.abc import Iterable
 import torch
 
 from ..cli.console import UsageError
-from . import chain, ctc, decode, heads, linear_chain, rnnt, rows, support
+from . import chain, ctc, decode, heads, linear_chain, pairs, rnnt, rows, support
 from .case import Function, Load, Provider, given
 
-FAMILIES = (rows, heads, support, chain, linear_chain, ctc, rnnt, decode)
+FAMILIES = (rows, heads, support, pairs, chain, linear_chain, ctc, rnnt, decode)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 # PyTorch's functions that take few operations, so that its compiler is quick. The others have
 # PyTorch's functions too, with loops over the steps.
-COMPILED: dict[str, Function] = {**rows.TORCH, **heads.TORCH, **support.TORCH}
+COMPILED: dict[str, Function] = {**rows.TORCH, **heads.TORCH, **support.TORCH, **pairs.TORCH}
 
 
 def _compiled(function: Function) -> Function:
@@ -67,6 +67,7 @@ PEERS = (
     _provider("liger-cute", "'liger-kernel[cutedsl]'", ("liger_kernel", "cutlass")),
     _provider("cce", "cut-cross-entropy", ("cut_cross_entropy",)),
     _provider("cce-exact", "cut-cross-entropy", ("cut_cross_entropy",)),
+    _provider("open-clip", "open-clip-torch", ("open_clip",)),
     _provider("koi", "ont-koi"),
     _provider("seqdist", f"{CUPY} && pip install --no-deps seqdist", ("cupy", "seqdist")),
     _provider("torch-struct", "torch-struct"),

@@ -14,11 +14,11 @@ Example:
     (torch.Size([6]), torch.bfloat16)
 """
 
-from . import alignments, chains, heads, rows
+from . import alignments, chains, heads, pairs, rows
 from .call import ALL_DTYPES, Bound, Call, Draw, Sample, map_tensors, tensors_of
 from .recorded import OpCall, recorded_ops
 
-_FAMILIES = (rows, heads, chains, alignments)
+_FAMILIES = (rows, heads, pairs, chains, alignments)
 CALLS: dict[str, Call] = {call.name: call for family in _FAMILIES for call in family.CALLS}
 """Every entry by name."""
 

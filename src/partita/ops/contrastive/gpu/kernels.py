@@ -1,0 +1,284 @@
+"""The kernels that read a chunk of logits between two products, and their launches.
+
+A program has a tile of a chunk. What it finds for its rows and columns are parts, which another
+kernel merges in the order of the tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift, log1p_pair, reciprocal
+from ....runtime.launch import cdiv, launch
+from .. import common
+from ..common import ContrastiveKernels, Logits, LogSumExp
+
+# With 64 rows the gradient in a half type takes 255 registers of a thread, and some are spilled.
+TILE_ROWS, TILE_COLUMNS = 32, 128
+MERGED, MERGED_PARTS = 64, 16  # results of a program that merges, and the parts it loads together
+
+
+class Tile(NamedTuple):
+    """The logits of a program.
+
+    Fields:
+        row, column: their places in the chunk, [R, 1] and [1, C].
+        mask: which of them exist, [R, C].
+        is_pair: which are those of pairs, [R, C].
+        similarity, logit: the products and the logits, [R, C].
+        row_block, column_block: the place of the tile.
+    """
+
+    row: Any
+    column: Any
+    mask: Any
+    is_pair: Any
+    similarity: Any
+    logit: Any
+    row_block: Any
+    column_block: Any
+
+
+@triton.jit
+def load_tile(logits, stride, R, C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+    """Load the tile of this program."""
+    blocks = tl.cdiv(C, TILE_C)
+    row_block, column_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = (row_block.to(tl.int64) * TILE_R + tl.arange(0, TILE_R))[:, None]
+    column = (column_block.to(tl.int64) * TILE_C + tl.arange(0, TILE_C))[None, :]
+    mask = (row < R) & (column < C)
+    similarity = tl.load(logits.similarities + row * stride + column, mask=mask, other=0.0)
+    logit = similarity * tl.load(logits.scale)
+    if logits.bias is not None:
+        logit += tl.load(logits.bias)
+    is_pair = mask & (column == row + logits.first)
+    return Tile(row, column, mask, is_pair, similarity, logit, row_block, column_block)
+
+
+@triton.jit
+def store_part(parts, logit, place, size, block, AXIS: tl.constexpr):
+    """Store the log-sum-exps of a tile over an axis; `place` are those of the others."""
+    maximum = tl.max(logit, axis=AXIS, keep_dims=True)
+    total = tl.sum(exp(logit - finite_shift(maximum)), axis=AXIS, keep_dims=True)
+    offset = block.to(tl.int64) * size + place
+    tl.store(parts.maximum + offset, maximum, mask=place < size)
+    tl.store(parts.total + offset, total, mask=place < size)
+
+
+@triton.jit(do_not_specialize=["R", "C"])
+def contrastive_scan_kernel(
+    logits,  # Logits, [R, C]
+    stride,
+    rows,  # LogSumExp of the tiles of each row, [column blocks, R]; of sigmoids the sums alone
+    columns,  # LogSumExp of the tiles of each column, [row blocks, C], or None
+    pairs_ptr,  # [R], the logits of pairs
+    R,
+    C,
+    IS_SIGMOID: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    """Compute the log-sum-exps of the rows and the columns of a tile from one read of its logits.
+
+    Of sigmoids it computes the sum of the losses of each row.
+    """
+    tile = load_tile(logits, stride, R, C, TILE_R, TILE_C)
+    tl.store(pairs_ptr + tile.row + tile.column * 0, tile.logit, mask=tile.is_pair)
+    if IS_SIGMOID:
+        x = tl.where(tile.is_pair, -tile.logit, tile.logit)
+        # The loss of a logit is log(1 + exp(x)).
+        loss = tl.maximum(x, 0.0) + log1p_pair(exp(-tl.abs(x)))[0]
+        total = tl.sum(tl.where(tile.mask, loss, 0.0), axis=1, keep_dims=True)
+        offset = tile.column_block.to(tl.int64) * R + tile.row
+        tl.store(rows.total + offset, total, mask=tile.row < R)
+    else:
+        x = tl.where(tile.mask, tile.logit, -float("inf"))
+        store_part(rows, x, tile.row, R, tile.column_block, 1)
+        if columns is not None:
+            store_part(columns, x, tile.column, C, tile.row_block, 0)
+
+
+@triton.jit(do_not_specialize=["R", "C", "factor"])
+def contrastive_gradient_kernel(
+    logits,  # Logits, [R, C]
+    stride,
+    rows,  # LogSumExp, [R]
+    columns,  # LogSumExp, [C], or None
+    gradient_ptr,  # [R, C], written
+    gradient_stride,
+    scale_ptr,  # [column blocks, R], sums of the gradient times the similarity
+    bias_ptr,  # [column blocks, R], sums of the gradient
+    factor: tl.float32,
+    R,
+    C,
+    IS_SIGMOID: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    """Compute the gradient of a tile of logits, times a factor where it is rounded."""
+    tile = load_tile(logits, stride, R, C, TILE_R, TILE_C)
+    dtype: tl.constexpr = tile.logit.dtype
+    if IS_SIGMOID:
+        # The gradient in x is its sigmoid, which is that of the logit but for the sign of pairs.
+        x = tl.where(tile.is_pair, -tile.logit, tile.logit)
+        decay = exp_for_dtype(-tl.abs(x), gradient_ptr.dtype.element_ty)
+        inverse = reciprocal(1.0 + decay)
+        sigmoid = tl.where(x < 0.0, decay * inverse, inverse)
+        gradient = tl.where(tile.is_pair, -sigmoid, sigmoid)
+    else:
+        gradient = probabilities(tile.logit, rows, tile.row, R, gradient_ptr)
+        if columns is not None:
+            of_columns = probabilities(tile.logit, columns, tile.column, C, gradient_ptr)
+            gradient = (gradient + of_columns) * 0.5
+        gradient -= tl.where(tile.is_pair, 1.0, 0.0)
+    gradient = tl.where(tile.mask, gradient, 0.0).to(dtype)
+    ptrs = gradient_ptr + tile.row * gradient_stride + tile.column
+    rounded = (gradient * factor).to(gradient_ptr.dtype.element_ty)
+    tl.store(ptrs, rounded, mask=tile.mask)
+    offset, mask = tile.column_block.to(tl.int64) * R + tile.row, tile.row < R
+    of_scale = tl.sum(gradient * tile.similarity, axis=1, keep_dims=True)
+    tl.store(scale_ptr + offset, of_scale, mask=mask)
+    tl.store(bias_ptr + offset, tl.sum(gradient, axis=1, keep_dims=True), mask=mask)
+
+
+@triton.jit
+def probabilities(logit, state, place, size, gradient_ptr):
+    """Return the softmax over rows or columns, in the precision that the gradient needs."""
+    shift = finite_shift(tl.load(state.maximum + place, mask=place < size, other=0.0))
+    total = tl.load(state.total + place, mask=place < size, other=1.0)
+    # Logits outside of the tile's mask may be above the maximum.
+    x = tl.minimum(logit - shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return exp_for_dtype(x, gradient_ptr.dtype.element_ty) * reciprocal(total)
+
+
+@triton.jit(do_not_specialize=["P", "K"])
+def contrastive_merge_kernel(
+    parts,  # LogSumExp, [P, K]; or without maxima, for sums
+    result,  # LogSumExp, [K], the same
+    P,
+    K,
+    ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merge the parts of each result in their order, after what is there with ADDS."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = place < K
+    dtype: tl.constexpr = result.total.dtype.element_ty
+    maximum = tl.full([BLOCK], -float("inf"), dtype)
+    total = tl.zeros([BLOCK], tl.float64)
+    if ADDS:
+        maximum = tl.load(result.maximum + place, mask=exists, other=-float("inf"))
+        total = tl.load(result.total + place, mask=exists, other=0.0).to(tl.float64)
+    for start in range(0, P, PARTS):
+        part = start + tl.arange(0, PARTS).to(tl.int64)[:, None]
+        offset, mask = part * K + place[None, :], (part < P) & exists[None, :]
+        found = tl.load(parts.total + offset, mask=mask, other=0.0)
+        if parts.maximum is not None:
+            of_parts = tl.load(parts.maximum + offset, mask=mask, other=-float("inf"))
+            larger = tl.maximum(maximum, tl.max(of_parts, axis=0))
+            shift = finite_shift(larger)
+            total *= exp(maximum - shift).to(tl.float64)
+            found *= exp(of_parts - shift[None, :])
+            maximum = larger
+        total += tl.sum(found.to(tl.float64), axis=0)
+    tl.store(result.total + place, total.to(dtype), mask=exists)
+    if result.maximum is not None:
+        tl.store(result.maximum + place, maximum, mask=exists)
+
+
+def launch_tiles(kernel: Any, chunk: Logits, is_sigmoid: bool, **options: Any) -> None:
+    """Launch a program for each tile of a chunk."""
+    R, C = chunk.similarities.shape
+    launch(
+        kernel,
+        cdiv(R, TILE_ROWS) * cdiv(C, TILE_COLUMNS),
+        logits=chunk,
+        stride=chunk.similarities.stride(0),
+        R=R,
+        C=C,
+        **options,
+        IS_SIGMOID=is_sigmoid,
+        TILE_R=TILE_ROWS,
+        TILE_C=TILE_COLUMNS,
+        num_warps=8,
+    )
+
+
+def merge(parts: LogSumExp, result: LogSumExp, adds: bool = False) -> None:
+    """Merge parts `[P, K]`, or add them up where there are no maxima."""
+    P, K = parts.total.shape
+    launch(
+        contrastive_merge_kernel,
+        cdiv(K, MERGED),
+        parts=parts,
+        result=result,
+        P=P,
+        K=K,
+        ADDS=adds,
+        PARTS=MERGED_PARTS,
+        BLOCK=MERGED,
+        num_warps=4,
+    )
+
+
+def scan(
+    chunk: Logits,
+    is_sigmoid: bool,
+    rows: LogSumExp,
+    pairs: Tensor,
+    columns: LogSumExp | None,
+    adds: bool,
+) -> None:
+    """Write the statistics of a chunk; see `ContrastiveKernels`."""
+    R, C = chunk.similarities.shape
+    of_rows = LogSumExp(*pairs.new_empty(2, cdiv(C, TILE_COLUMNS), R))
+    of_columns = None
+    if columns is not None:
+        of_columns = LogSumExp(*pairs.new_empty(2, cdiv(R, TILE_ROWS), C))
+    if is_sigmoid:
+        rows.maximum.zero_()
+        of_rows, rows = (each._replace(maximum=None) for each in (of_rows, rows))
+    tensors = {"rows": of_rows, "columns": of_columns, "pairs_ptr": pairs}
+    launch_tiles(contrastive_scan_kernel, chunk, is_sigmoid, **tensors)
+    merge(of_rows, rows)
+    if columns is not None and of_columns is not None:
+        merge(of_columns, columns, adds)
+
+
+def gradient(
+    chunk: Logits,
+    is_sigmoid: bool,
+    rows: LogSumExp,
+    columns: LogSumExp | None,
+    factor: float,
+    result: Tensor,
+    sums: Tensor,
+) -> None:
+    """Write the gradient of a chunk of logits and the sums of its rows; see the reference."""
+    R, C = chunk.similarities.shape
+    parts = sums.new_empty(2, cdiv(C, TILE_COLUMNS), R)
+    launch_tiles(
+        contrastive_gradient_kernel,
+        chunk,
+        is_sigmoid,
+        rows=rows,
+        columns=columns,
+        gradient_ptr=result,
+        gradient_stride=result.stride(0),
+        scale_ptr=parts[0],
+        bias_ptr=parts[1],
+        factor=factor,
+    )
+    for part, total in zip(parts, sums, strict=True):
+        merge(LogSumExp(None, part), LogSumExp(None, total))
+
+
+KERNELS = ContrastiveKernels(scan, gradient)
+contrastive_state = functools.partial(common.contrastive_state, kernels=KERNELS)
+contrastive_gradient = functools.partial(common.contrastive_gradient, kernels=KERNELS)
