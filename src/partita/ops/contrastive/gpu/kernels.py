@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift, log1p_pair, reciprocal
+from ....primitives.gpu.math import (
+    exp,
+    exp_for_dtype,
+    finite_shift,
+    log1p_pair,
+    reciprocal,
+    rounded_product,
+)
 from ....runtime.launch import cdiv, launch
 from .. import common
 from ..common import ContrastiveKernels, Logits, LogSumExp
@@ -53,7 +60,8 @@ def load_tile(logits, stride, R, C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     column = (column_block.to(tl.int64) * TILE_C + tl.arange(0, TILE_C))[None, :]
     mask = (row < R) & (column < C)
     similarity = tl.load(logits.similarities + row * stride + column, mask=mask, other=0.0)
-    logit = similarity * tl.load(logits.scale)
+    # The shift is subtracted from the same rounded logit that is stored for a pair.
+    logit = rounded_product(similarity, tl.load(logits.scale))
     if logits.bias is not None:
         logit += tl.load(logits.bias)
     is_pair = mask & (column == row + logits.first)
