@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -200,9 +201,9 @@ def define(
     argument, the last. The functions that serve the op have its name on every backend. They may
     take named tuples, whose fields are arguments of the op one by one.
 
-    `fake` and `check` get the arguments that they name, or all if they take `*args`. Where the
-    shapes of the results depend on the backend, `fake` names `served_by` too: `reference`, `gpu` or
-    `cpu`.
+    `fake` and `check` get the arguments that they name, or all if they take `*args`. A named tuple
+    of the reference may be named as one, or by its fields. Where the shapes of the results depend
+    on the backend, `fake` names `served_by` too: `reference`, `gpu` or `cpu`.
 
     Args:
         reference: what the op means, a typed function in plain PyTorch.
@@ -229,8 +230,8 @@ def define(
     qualified = f"partita::{name}"
     has_cpu = cpu is not None
     fake_by_backend = "served_by" in inspect.signature(fake).parameters
-    fake = of_named(fake, [*parameters, "served_by"], name)
-    check = check and of_named(check, list(parameters), name)
+    fake = of_named(fake, {**kinds, "served_by": str}, name)
+    check = check and of_named(check, kinds, name)
 
     @functools.lru_cache(maxsize=256)
     def implementation(backend: str, device: torch.device, empty: bool) -> Callable[..., Any]:
@@ -285,20 +286,30 @@ def define(
     return op
 
 
-def of_named(function: Callable[..., Any], names: list[str], op: str) -> Callable[..., Any]:
-    """Return a function of arguments with these names that passes on those that another names.
+def of_named(function: Callable[..., Any], kinds: dict[str, Any], op: str) -> Callable[..., Any]:
+    """Return a function of an op's arguments that passes on those that another names.
 
-    Its last parameters may have defaults, and other names.
+    It may name a tuple of arguments, or fields of one. Its last parameters may have defaults, and
+    other names.
     """
+    names = list(flattened(kinds))
+    choices: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+        name: itemgetter(position) for position, name in enumerate(names)
+    }
+    for name, kind in kinds.items():
+        if fields := getattr(kind, "_fields", None):
+            start = names.index(fields[0])
+            part = slice(start, start + len(fields))
+            choices[name] = lambda args, kind=kind, part=part: kind._make(args[part])
     declared = inspect.signature(function).parameters.values()
-    parameters = [each for each in declared if each.name in names or each.default is each.empty]
+    parameters = [each for each in declared if each.name in choices or each.default is each.empty]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return function
     for each in parameters:
-        if each.name not in names:
+        if each.name not in choices:
             raise TypeError(f"{op}: expected one of its arguments {names}, got {each.name!r}")
-    positions = [names.index(each.name) for each in parameters]
-    return lambda *args: function(*(args[position] for position in positions))
+    chosen = [choices[each.name] for each in parameters]
+    return lambda *args: function(*(choose(args) for choose in chosen))
 
 
 def unwrapped(reference: Callable[..., Any]) -> Any:

@@ -66,28 +66,8 @@ from .products import multiply, multiply_blocks
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 
-def empty_gradients(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_rank_input: Tensor | None,
-    low_rank_weight: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-    low_rank_input_grad: bool,
-    low_rank_weight_grad: bool,
-    adds_ranks: bool = False,
-) -> HeadGradients:
-    """Return memory for the gradients of a head, as `gradients_like` does."""
-    head = Head(input, weight, bias, low_rank_input, low_rank_weight)
-    of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
-    wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
-    return gradients_like(head, wanted, adds_ranks=adds_ranks)
-
-
 def gradients_like(
-    head: Head, wanted: Wanted, dtype: torch.dtype | None = None, adds_ranks: bool = False
+    head: Head, wanted: Wanted, adds_ranks: bool = False, dtype: torch.dtype | None = None
 ) -> HeadGradients:
     """Return memory for gradients in the dtypes of the head's tensors, or in another one.
 
@@ -154,7 +134,7 @@ def head_gradients(
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
     one_part = len(parts) == 1
     fits = Wanted(*wanted)._replace(weight_grad=weight_grad and not rounds_sum)
-    result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
+    result, of_weight = gradients_like(head, fits, adds_ranks, dtype), head.weight.dtype
     (dinput, dweight, dbias, *_), head = result, heads[0]
     low_rank = LowRankGradients(head, Wanted(*wanted), of_low_rank)
     if input_grad and not one_part:

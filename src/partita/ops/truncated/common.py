@@ -191,18 +191,12 @@ def checked_rules(
     )
 
 
-def check_values(
-    classes: int,
-    target: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-) -> None:
+def check_values(classes: int, target: Tensor | None, rules: Rules, ignore_index: int) -> None:
     """Raise for the first label or number of a rule that is out of range, if they are checked."""
     if target is not None:
         checks.labels("target", target, classes, ignore_index)
-    for rule, value in (("top_p", top_p), ("min_p", min_p), ("temperature", temperature)):
+    for rule in ("top_p", "min_p", "temperature"):
+        value = getattr(rules, rule)
         if value is None or not checks.can_check_values(value):
             continue
         if (index := checks.first_index(~is_valid(rule, value))) is not None:

@@ -43,16 +43,16 @@ from .shard import (
 def _state_fake(
     input: Tensor,
     weight: Tensor | None,
-    needs_smoothing: bool,
-    needs_entropy: bool,
+    options: RowOptions,
     invariant: bool,
     widens: bool,
     save_logits: bool,
 ) -> tuple[Tensor, Tensor]:
-    size = (packed_size(needs_smoothing, needs_entropy), input.shape[0])
+    size = (packed_size(options.needs_smoothing, options.needs_entropy), input.shape[0])
     saved = input.new_empty(0)
     if weight is not None:
-        saved = linear_heads.saved_logits_fake(input, weight, invariant, widens, save_logits)
+        head = Head(input, weight, None, invariant=invariant, widens=widens)
+        saved = linear_heads.saved_logits_fake(head, save_logits)
     return input.new_empty(size, dtype=acc_dtype(input.dtype)), saved
 
 
