@@ -293,22 +293,22 @@ def of_named(function: Callable[..., Any], kinds: dict[str, Any], op: str) -> Ca
     other names.
     """
     names = list(flattened(kinds))
-    choices: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-        name: itemgetter(position) for position, name in enumerate(names)
-    }
-    for name, kind in kinds.items():
-        if fields := getattr(kind, "_fields", None):
-            start = names.index(fields[0])
-            part = slice(start, start + len(fields))
-            choices[name] = lambda args, kind=kind, part=part: kind._make(args[part])
-    declared = inspect.signature(function).parameters.values()
-    parameters = [each for each in declared if each.name in choices or each.default is each.empty]
+
+    def argument(name: str) -> Callable[[tuple[Any, ...]], Any]:
+        fields = getattr(kinds.get(name), "_fields", None)
+        if fields is None:
+            return itemgetter(names.index(name))
+        start, make = names.index(fields[0]), kinds[name]._make
+        return lambda args: make(args[start : start + len(fields)])
+
+    known, declared = {*names, *kinds}, inspect.signature(function).parameters.values()
+    parameters = [each for each in declared if each.name in known or each.default is each.empty]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return function
     for each in parameters:
-        if each.name not in choices:
+        if each.name not in known:
             raise TypeError(f"{op}: expected one of its arguments {names}, got {each.name!r}")
-    chosen = [choices[each.name] for each in parameters]
+    chosen = [argument(each.name) for each in parameters]
     return lambda *args: function(*(choose(args) for choose in chosen))
 
 

@@ -9,13 +9,12 @@ with their gradient; a backend supplies the functions that do this as `HeadKerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...primitives.rows import chunks
+from ...primitives.rows import chunks, part_of
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions
 from ..divergence.common import (
@@ -29,7 +28,6 @@ from ..divergence.common import (
 )
 from ..logprobs.common import (
     EntryKernels,
-    TopKRows,
     new_rest,
     other_classes,
     topk_fake,
@@ -38,11 +36,9 @@ from ..logprobs.common import (
 )
 from ..truncated.common import (
     Rules,
+    TruncatedGrads,
     TruncatedKernels,
-    TruncatedRows,
     TruncatedSums,
-    counted_gradients,
-    part_of,
     truncated_fake,
 )
 from .common import (
@@ -294,13 +290,12 @@ class HeadKernels(NamedTuple):
         target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
-            weights = None if class_weight is None else class_weight[part]
-            row_factors = (target[rows], weights, coefficients.part(rows))
+            row_factors = (target[rows], part_of(class_weight, part), part_of(coefficients, rows))
             options = (maximum[rows], sumexp[rows], temperature, softcap)
             self.logits_gradient(logits, part.start, *row_factors, *options, result)
 
         def counts(rows: slice) -> Tensor:
-            return coefficients.part(rows).counts()
+            return part_of(coefficients, rows).counts()
 
         rest = (counts, write_gradient, tokens, chunk, [saved])
         return self.gradients([head], wanted, *rest, adds_ranks=adds_ranks)
@@ -435,7 +430,7 @@ class HeadKernels(NamedTuple):
         numbers, sizes = (temperature, softcap), (tokens_of_backward(head, saved), chunk)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
-            row_factors = (labels[rows], None, coefficients.part(rows))
+            row_factors = (labels[rows], None, part_of(coefficients, rows))
             of_others = (others.maximum[rows], others.sumexp[rows], *numbers)
             self.logits_gradient(logits, part.start, *row_factors, *of_others, result)
             parts = (each[rows] for each in of_entries)
@@ -457,8 +452,7 @@ class HeadKernels(NamedTuple):
         found = topk_fake(head.input, k)
 
         def read(rows: slice, _: slice, logits: Tensor) -> None:
-            part = TopKRows(*(field[rows] for field in found))
-            self.topk_of_rows(logits, k, temperature, softcap, part)
+            self.topk_of_rows(logits, k, temperature, softcap, part_of(found, rows))
 
         return *found, read_logits(head, tokens, len(head.weight), save_logits, read)
 
@@ -489,18 +483,15 @@ class HeadKernels(NamedTuple):
         found = truncated_fake(head.input)
 
         def read(rows: slice, _: slice, logits: Tensor) -> None:
-            labels = None if target is None else target[rows]
-            of_rows, part = rules.map(itemgetter(rows)), TruncatedRows(*part_of(found, rows))
+            labels, of_rows = part_of(target, rows), part_of(rules, rows)
+            part = part_of(found, rows)
             self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
 
         return *found, read_logits(head, tokens, len(head.weight), save_logits, read)
 
     def linear_truncated_stats_backward(
         self,
-        grad_logprob: Tensor,
-        grad_logsumexp: Tensor | None,
-        grad_kept: Tensor | None,
-        grad_entropy: Tensor | None,
+        grads: TruncatedGrads,
         head: Head,
         rows: TruncatedSums,
         saved: Tensor,
@@ -511,13 +502,12 @@ class HeadKernels(NamedTuple):
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradients of the statistics."""
-        grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
-        grads = counted_gradients(grads, rows, keeps_target, ignore_index)
-        counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
+        grads = grads.counted(rows, keeps_target, ignore_index)
+        counts = grads.counts()
         options = (len(head.weight), keeps_target, softcap, ignore_index)
 
         def write_gradient(tokens: slice, part: slice, result: Tensor, logits: Tensor) -> None:
-            of_rows = (part_of(grads, tokens), TruncatedSums(*part_of(rows, tokens)))
+            of_rows = (part_of(grads, tokens), part_of(rows, tokens))
             self.truncated.gradient(logits, part.start, *of_rows, *options, result)
 
         sizes = (tokens_of_backward(head, saved), chunk)
@@ -563,8 +553,7 @@ class HeadKernels(NamedTuple):
                 for part, buffers in parts
                 if part.start < part.stop
             ]
-            labels = None if target is None else target[rows]
-            self.accumulate_rows(pairs, labels, state.part(rows), C, options)
+            self.accumulate_rows(pairs, part_of(target, rows), part_of(state, rows), C, options)
         return found, of_saved
 
     def linear_divergence(
@@ -611,7 +600,7 @@ class HeadKernels(NamedTuple):
         grad, sizes = grad.contiguous(), (tokens_of_backward(head, saved), chunk)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, *logits: Tensor) -> None:
-            of_rows = (None if target is None else target[rows], of_all.part(rows))
+            of_rows = (part_of(target, rows), part_of(of_all, rows))
             place = (part.start, len(head.weight), options, result)
             self.divergence.gradient(grad[rows], *logits, *of_rows, *place)
 
@@ -670,7 +659,7 @@ class HeadKernels(NamedTuple):
             state, classes = empty_state(found, options), len(head.weight)
 
             def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-                part, labels = state.part(rows), None if target is None else target[rows]
+                part, labels = part_of(state, rows), part_of(target, rows)
                 self.accumulate_rows([(0, *logits)], labels, part, classes, options)
                 of_rows = (labels, part.rows, 0, classes, options, result)
                 self.divergence.gradient(factors[rows], *logits, *of_rows)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.rows import chunks
+from ...primitives.rows import chunks, part_of
 from ...runtime import checks
 from ...runtime.autograd import (
     autocast_dtype,
@@ -414,10 +414,6 @@ class RowState(NamedTuple):
     sum_x_exp: Tensor | None
     argmax: Tensor | None
 
-    def part(self, rows: slice) -> RowState:
-        """Return views of the state of some rows."""
-        return RowState(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
-
     def clear(self) -> None:
         """Write the state before any class."""
         for field, value in zip(self, (-torch.inf, 0.0, -torch.inf, 0.0, 0.0, 0.0, 0), strict=True):
@@ -457,8 +453,7 @@ def accumulate_hidden(
     target, tokens = target.contiguous(), MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS
 
     def read(rows: slice, part: slice, logits: Tensor) -> None:
-        weights = None if class_weight is None else class_weight[part]
-        options = (weights, state.part(rows), temperature, softcap)
+        options = (part_of(class_weight, part), part_of(state, rows), temperature, softcap)
         accumulate_logits(logits, part.start, target[rows], *options)
 
     tokens = len(head.input) if save_logits else tokens
@@ -543,10 +538,6 @@ class GradientCoefficients(NamedTuple):
     label_coef: Tensor
     log_coef: Tensor | None
     smoothing_coef: Tensor | None
-
-    def part(self, rows: slice) -> GradientCoefficients:
-        """Return the coefficients of some rows."""
-        return GradientCoefficients(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
     def counts(self) -> Tensor:
         """Return which rows have a gradient, `[M]`."""
