@@ -386,11 +386,20 @@ class RowOptions(NamedTuple):
     needs_smoothing: bool
     needs_entropy: bool
 
-    def used(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def used(self, grads: Sequence[Tensor | None]) -> StatisticsGrads:
         """Return the gradients of the first four `RowStatistics`, None for those not computed."""
-        nll, logsumexp, smoothing_loss, entropy = grads[:4]
-        smoothing_loss = smoothing_loss if self.needs_smoothing else None
-        return nll, logsumexp, smoothing_loss, entropy if self.needs_entropy else None
+        nll, logsumexp, smoothing, entropy = grads[:4]
+        smoothing = smoothing if self.needs_smoothing else None
+        return StatisticsGrads(nll, logsumexp, smoothing, entropy if self.needs_entropy else None)
+
+
+class StatisticsGrads(NamedTuple):
+    """The gradients of the first four `RowStatistics`, `[M]` each; None for zeros."""
+
+    grad_nll: Tensor | None
+    grad_logsumexp: Tensor | None
+    grad_smoothing: Tensor | None
+    grad_entropy: Tensor | None
 
 
 class RowState(NamedTuple):
@@ -542,6 +551,17 @@ class GradientCoefficients(NamedTuple):
     def counts(self) -> Tensor:
         """Return which rows have a gradient, `[M]`."""
         return torch.stack([each != 0 for each in self if each is not None]).any(0)
+
+
+def empty_coefficients(rows: int, grads: StatisticsGrads) -> GradientCoefficients:
+    """Return memory for the coefficients of rows; those that no gradient needs are empty."""
+    like = next(grad for grad in grads if grad is not None)
+    return GradientCoefficients(
+        dlogits_coef=like.new_empty(rows),
+        label_coef=like.new_empty(rows),
+        log_coef=like.new_empty(0 if grads.grad_entropy is None else rows),
+        smoothing_coef=like.new_empty(0 if grads.grad_smoothing is None else rows),
+    )
 
 
 class HeadGradients(NamedTuple):

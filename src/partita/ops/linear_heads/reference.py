@@ -5,8 +5,6 @@ This module says what is done to a chunk. The loops over chunks stand in `chunke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from ..divergence.reference import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
 from ..truncated.reference import TRUNCATED_KERNELS
 from .chunked import HeadKernels
-from .common import GradientCoefficients, RowState, RowStatistics
+from .common import GradientCoefficients, RowState, RowStatistics, StatisticsGrads
 
 
 def accumulate_logits(
@@ -98,7 +96,7 @@ def row_statistics(
 
 
 def gradient_coefficients(
-    grads: Sequence[Tensor | None],
+    grads: StatisticsGrads,
     target: Tensor,
     class_weight: Tensor | None,
     entropies: Tensor,
@@ -109,8 +107,7 @@ def gradient_coefficients(
 ) -> GradientCoefficients:
     """Return the coefficients of the rows, in the dtype, from the gradients of their statistics.
 
-    These are the first four `RowStatistics`; a gradient may be None. `entropies` is read for that
-    of the entropy.
+    `entropies` is read for that of the entropy.
     """
     nll, logsumexp, smoothing_loss, entropy = grads
     _, valid, invalid = valid_targets(target, classes, ignore_index)
