@@ -187,6 +187,7 @@ def define(
     gpu: Loader,
     cpu: Loader | None = None,
     name: str | None = None,
+    results: int | None = None,
     mutates: str | None = None,
     overwrites: str | None = None,
     check: Callable[..., None] | None = None,
@@ -211,6 +212,7 @@ def define(
         gpu: imports the module that has the op's Triton or Gluon kernels, at the first call.
         cpu: imports the module that has its Numba kernels; None where ATen serves the CPU.
         name: the name of the op, if the reference has another one.
+        results: the number of tensors, if the reference says `tuple[Tensor, ...]`.
         mutates: the name of the argument that the op writes to.
         overwrites: the name of the argument that takes the tensor that the reference returns. The
             op returns nothing, and its name ends in an underscore.
@@ -220,13 +222,15 @@ def define(
         by_identity: the names of tensors whose values decide what the op does, such as a table of
             edges. A replay serves the same tensor in the same version only.
     """
-    kinds, results = signature(reference)
+    kinds, returned = signature(reference)
+    if results is not None:
+        returned = tuple[(torch.Tensor,) * results]  # type: ignore[misc]
     parameters = flattened(kinds)
     has_tuples = len(parameters) > len(kinds)
     name = name or unwrapped(reference).__name__
     overwritten = None if overwrites is None else list(parameters).index(overwrites)
     if overwrites is not None:
-        name, results, mutates = f"{name}_", type(None), overwrites
+        name, returned, mutates = f"{name}_", type(None), overwrites
     qualified = f"partita::{name}"
     has_cpu = cpu is not None
     fake_by_backend = "served_by" in inspect.signature(fake).parameters
@@ -273,7 +277,7 @@ def define(
         with private_names.AutoDispatchBelowAutograd():
             return dispatched(*args)
 
-    _library.define(name + schema(parameters, results, mutates))
+    _library.define(name + schema(parameters, returned, mutates))
     _library.impl(name, run, "CompositeExplicitAutograd")
     if private_names.AutoDispatchBelowAutograd is not None:
         _library.impl(name, refuse_derivatives, "Autograd")

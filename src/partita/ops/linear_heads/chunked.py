@@ -465,20 +465,7 @@ class HeadKernels(NamedTuple):
         ignore_index: int,
         tokens: int,
         save_logits: bool,
-    ) -> tuple[
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-    ]:
+    ) -> tuple[Tensor, ...]:
         """Return the `TruncatedRows` of a head, and what `read_logits` returns."""
         found = truncated_fake(head.input)
 
@@ -620,20 +607,7 @@ class HeadKernels(NamedTuple):
         saved: int,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-    ]:
+    ) -> tuple[Tensor, ...]:
         """Return the `DivergenceRows`, and the `HeadGradients` of the sum of terms times factors.
 
         Args:

@@ -65,7 +65,12 @@ def _one_pass_fake(head: Head, options: TermOptions, wanted: Wanted) -> tuple[Te
 
 divergence_op = define_op(KERNELS.linear_divergence, _rows_fake, check=check_labels)
 divergence_backward_op = define_op(KERNELS.linear_divergence_backward, gradients_like)
-one_pass_op = define_op(KERNELS.linear_divergence_one_pass, _one_pass_fake, check=check_labels)
+one_pass_op = define_op(
+    KERNELS.linear_divergence_one_pass,
+    _one_pass_fake,
+    check=check_labels,
+    results=len(DivergenceRows._fields) + TENSORS,
+)
 
 
 def composed_rows(

@@ -42,7 +42,9 @@ def _fake(head: Head, save_logits: bool) -> tuple[Tensor, ...]:
     return *truncated_fake(head.input), saved_logits_fake(head, save_logits)
 
 
-truncated_op = define_op(KERNELS.linear_truncated_stats, _fake, check=_check)
+truncated_op = define_op(
+    KERNELS.linear_truncated_stats, _fake, check=_check, results=len(TruncatedRows._fields) + 1
+)
 truncated_backward_op = define_op(KERNELS.linear_truncated_stats_backward, gradients_like)
 
 
