@@ -169,3 +169,23 @@ def reduced_loss(
     with partita.backend(backend), poisoned_memory():
         loss = partita.ctc_loss(logits, *x[1:], reduction, zero_infinity, from_logits=True)
         return loss.detach(), torch.autograd.grad(loss * 0.7, logits)[0]
+
+
+# What raises an error for two sequences of three steps, whose targets have two labels.
+BAD_SEQUENCES: dict[str, Any] = {
+    "TypeError: targets: expected an integer dtype": {"targets": torch.zeros(2, 2)},
+    r"ValueError: targets: expected shape \[N, S\] with N = 2": {
+        "targets": torch.ones(3, 2).long()
+    },
+    r"ValueError: input_lengths: expected steps from 0 to 3, got 4 at \[1\]": {
+        "input_lengths": [3, 4]
+    },
+    r"ValueError: target_lengths: expected labels from 0 to 2, got -1 at \[0\]": {
+        "target_lengths": [-1, 2]
+    },
+    r"ValueError: target_lengths: expected shape \[N\] = \[2\], got \[1\]": {"target_lengths": [1]},
+    "ValueError: targets: expected as many labels as the sum of target_lengths, 4, got 5": {
+        "targets": torch.ones(5).long()
+    },
+    "ValueError: reduction: expected one of 'none', 'mean', 'sum', got 'max'": {"reduction": "max"},
+}

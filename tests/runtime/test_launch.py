@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+from helpers.launches import Launch, call_all, recording
 
 from partita.runtime import launcher
 from partita.runtime.caches import clear_caches
@@ -160,3 +161,28 @@ def test_kernels_take_tuples_and_arguments_by_name(has_first: bool) -> None:
     # The C module has launched them: with 1, with 16, and with other numbers. Whether an argument
     # has a name makes no difference.
     assert len(_kernels) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_calls_pass_the_same_objects(dtype: torch.dtype) -> None:
+    """The key of a launch names an option that is no number or text by its address.
+
+    If a call made it anew, Triton would be asked for the kernel at each call.
+    """
+    launches: list[Launch] = []
+    with recording(launches, "13.0"):
+        call_all(dtype)
+        number = len(launches)
+        call_all(dtype)
+    assert len(launches) == 2 * number > 1000
+    made_anew = {
+        (launch.kernel.__name__, name)
+        for launch, other in zip(launches[:number], launches[number:], strict=True)
+        for (name, value), (other_name, again) in zip(
+            launch.options.items(), other.options.items(), strict=True
+        )
+        if name is not other_name
+        or not (isinstance(value, bool | int | float | str) or value is again)
+    }
+    assert not made_anew

@@ -72,7 +72,11 @@ def sharded_loss(
     *,
     low_rank: LowRank | None = None,
 ) -> Tensor:
-    """Compute `linear_loss` over the ranks that have the classes. All get the same loss."""
+    """Compute `linear_loss` over the ranks that have the classes. All get the same loss.
+
+    The gradients are computed in the backward pass, from that of the quotient, so that they are
+    divided before they are rounded.
+    """
     from torch.distributed.tensor import DTensor
 
     from ..ops.vocab_parallel.api import linear_cross_entropy

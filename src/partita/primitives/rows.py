@@ -36,6 +36,13 @@ def row_chunks(rows: Tensor) -> Iterator[slice]:
     return (index[0] for index in _blocks(rows.shape[:1], rows.shape[1]))
 
 
+def part_of(value: Any, rows: slice) -> Any:
+    """Return some rows of a tensor, or of the tensors in a named tuple; other values stay."""
+    if hasattr(value, "_make"):
+        return value._make(part_of(field, rows) for field in value)
+    return value[rows] if isinstance(value, Tensor) else value
+
+
 def by_rows(
     function: Callable[..., Any], *, logits: int = 0, classes: int = -1, shared: Sequence[int] = ()
 ) -> Callable[..., Any]:

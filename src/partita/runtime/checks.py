@@ -135,6 +135,14 @@ def generator(name: str, value: Any, where: torch.device) -> None:
         raise ValueError(f"{name}: expected a generator on {where}, got one on {value.device}")
 
 
+def variable(name: str) -> bool | None:
+    """Return whether a variable of the environment is 1, None where it is not set, or raise."""
+    setting = os.environ.get(name, "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"{name}: expected 0, 1 or nothing, got {setting!r}")
+    return None if setting == "" else setting == "1"
+
+
 def should_check_values(where: torch.device) -> bool:
     """Return whether the values inside tensors on this device are checked.
 
@@ -143,15 +151,13 @@ def should_check_values(where: torch.device) -> bool:
     """
     if is_traced():
         return False
-    setting = os.environ.get("PARTITA_CHECK", "")
-    if setting not in ("", "0", "1"):
-        raise ValueError(f"PARTITA_CHECK: expected 0, 1 or nothing, got {setting!r}")
-    if setting == "1" and where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    setting = variable("PARTITA_CHECK")
+    if setting and where.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "PARTITA_CHECK=1 reads tensors on the host, which a CUDA graph capture does not allow:"
             " unset it to capture"
         )
-    return where.type == "cpu" if setting == "" else setting == "1"
+    return where.type == "cpu" if setting is None else setting
 
 
 def can_check_values(value: Tensor) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 
 import torch
+
+from . import checks
 
 VARIABLE = "PARTITA_BATCH_INVARIANT"
 _chosen: ContextVar[bool | None] = ContextVar("partita_batch_invariant", default=None)
@@ -68,7 +69,4 @@ def is_batch_invariant() -> bool:
     chosen = _latest if torch.compiler.is_compiling() else _chosen.get()
     if chosen is not None:
         return chosen
-    setting = os.environ.get(VARIABLE, "")
-    if setting not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}: expected 0, 1 or nothing, got {setting!r}")
-    return setting == "1"
+    return bool(checks.variable(VARIABLE))

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -186,6 +187,7 @@ def define(
     gpu: Loader,
     cpu: Loader | None = None,
     name: str | None = None,
+    results: int | None = None,
     mutates: str | None = None,
     overwrites: str | None = None,
     check: Callable[..., None] | None = None,
@@ -200,9 +202,9 @@ def define(
     argument, the last. The functions that serve the op have its name on every backend. They may
     take named tuples, whose fields are arguments of the op one by one.
 
-    `fake` and `check` get the arguments that they name, or all if they take `*args`. Where the
-    shapes of the results depend on the backend, `fake` names `served_by` too: `reference`, `gpu` or
-    `cpu`.
+    `fake` and `check` get the arguments that they name, or all if they take `*args`. A named tuple
+    of the reference may be named as one, or by its fields. Where the shapes of the results depend
+    on the backend, `fake` names `served_by` too: `reference`, `gpu` or `cpu`.
 
     Args:
         reference: what the op means, a typed function in plain PyTorch.
@@ -210,6 +212,7 @@ def define(
         gpu: imports the module that has the op's Triton or Gluon kernels, at the first call.
         cpu: imports the module that has its Numba kernels; None where ATen serves the CPU.
         name: the name of the op, if the reference has another one.
+        results: the number of tensors, if the reference says `tuple[Tensor, ...]`.
         mutates: the name of the argument that the op writes to.
         overwrites: the name of the argument that takes the tensor that the reference returns. The
             op returns nothing, and its name ends in an underscore.
@@ -219,18 +222,20 @@ def define(
         by_identity: the names of tensors whose values decide what the op does, such as a table of
             edges. A replay serves the same tensor in the same version only.
     """
-    kinds, results = signature(reference)
+    kinds, returned = signature(reference)
+    if results is not None:
+        returned = tuple[(torch.Tensor,) * results]  # type: ignore[misc]
     parameters = flattened(kinds)
     has_tuples = len(parameters) > len(kinds)
     name = name or unwrapped(reference).__name__
     overwritten = None if overwrites is None else list(parameters).index(overwrites)
     if overwrites is not None:
-        name, results, mutates = f"{name}_", type(None), overwrites
+        name, returned, mutates = f"{name}_", type(None), overwrites
     qualified = f"partita::{name}"
     has_cpu = cpu is not None
     fake_by_backend = "served_by" in inspect.signature(fake).parameters
-    fake = of_named(fake, [*parameters, "served_by"], name)
-    check = check and of_named(check, list(parameters), name)
+    fake = of_named(fake, {**kinds, "served_by": str}, name)
+    check = check and of_named(check, kinds, name)
 
     @functools.lru_cache(maxsize=256)
     def implementation(backend: str, device: torch.device, empty: bool) -> Callable[..., Any]:
@@ -272,7 +277,7 @@ def define(
         with private_names.AutoDispatchBelowAutograd():
             return dispatched(*args)
 
-    _library.define(name + schema(parameters, results, mutates))
+    _library.define(name + schema(parameters, returned, mutates))
     _library.impl(name, run, "CompositeExplicitAutograd")
     if private_names.AutoDispatchBelowAutograd is not None:
         _library.impl(name, refuse_derivatives, "Autograd")
@@ -285,20 +290,30 @@ def define(
     return op
 
 
-def of_named(function: Callable[..., Any], names: list[str], op: str) -> Callable[..., Any]:
-    """Return a function of arguments with these names that passes on those that another names.
+def of_named(function: Callable[..., Any], kinds: dict[str, Any], op: str) -> Callable[..., Any]:
+    """Return a function of an op's arguments that passes on those that another names.
 
-    Its last parameters may have defaults, and other names.
+    It may name a tuple of arguments, or fields of one. Its last parameters may have defaults, and
+    other names.
     """
-    declared = inspect.signature(function).parameters.values()
-    parameters = [each for each in declared if each.name in names or each.default is each.empty]
+    names = list(flattened(kinds))
+
+    def argument(name: str) -> Callable[[tuple[Any, ...]], Any]:
+        fields = getattr(kinds.get(name), "_fields", None)
+        if fields is None:
+            return itemgetter(names.index(name))
+        start, make = names.index(fields[0]), kinds[name]._make
+        return lambda args: make(args[start : start + len(fields)])
+
+    known, declared = {*names, *kinds}, inspect.signature(function).parameters.values()
+    parameters = [each for each in declared if each.name in known or each.default is each.empty]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return function
     for each in parameters:
-        if each.name not in names:
+        if each.name not in known:
             raise TypeError(f"{op}: expected one of its arguments {names}, got {each.name!r}")
-    positions = [names.index(each.name) for each in parameters]
-    return lambda *args: function(*(args[position] for position in positions))
+    chosen = [argument(each.name) for each in parameters]
+    return lambda *args: function(*(choose(args) for choose in chosen))
 
 
 def unwrapped(reference: Callable[..., Any]) -> Any:

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ctc import backends, sample
+from helpers.ctc import BAD_SEQUENCES, backends, sample
 from helpers.errors import raises
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,25 +53,11 @@ BAD = {
     r"ValueError: log_probs: expected shape \[T, N, C\] or \[T, C\], got \[4\]": {
         "log_probs": torch.zeros(4)
     },
-    "TypeError: targets: expected an integer dtype": {"targets": torch.zeros(2, 2)},
-    r"ValueError: targets: expected shape \[N, S\] with N = 2": {
-        "targets": torch.ones(3, 2).long()
-    },
+    **BAD_SEQUENCES,
     r"IndexError: targets: expected labels from 0 to 3, got 4 at \[1, 1\]": {
         "targets": torch.tensor([[1, 2], [3, 4]])
     },
     "ValueError: blank: expected a class from 0 to 3, got 4": {"blank": 4},
-    r"ValueError: input_lengths: expected steps from 0 to 3, got 4 at \[1\]": {
-        "input_lengths": [3, 4]
-    },
-    r"ValueError: target_lengths: expected labels from 0 to 2, got -1 at \[0\]": {
-        "target_lengths": [-1, 2]
-    },
-    r"ValueError: target_lengths: expected shape \[N\] = \[2\], got \[1\]": {"target_lengths": [1]},
-    "ValueError: targets: expected as many labels as the sum of target_lengths, 4, got 5": {
-        "targets": torch.ones(5).long()
-    },
-    "ValueError: reduction: expected one of 'none', 'mean', 'sum', got 'max'": {"reduction": "max"},
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.ctc import CRF_SIZES, backends, crf_loss
+from helpers.ctc import BAD_SEQUENCES, CRF_SIZES, backends, crf_loss
 from helpers.errors import raises
 
 import partita
@@ -58,27 +58,13 @@ BAD = {
     "ValueError: state_len: expected a number of at least 1, got 0": {"state_len": 0},
     "TypeError: state_len: expected an int, got float": {"state_len": 1.5},
     "ValueError: alphabet_size: expected a number of at least 2, got 1": {"alphabet_size": 1},
-    "TypeError: targets: expected an integer dtype": {"targets": torch.zeros(2, 2)},
-    r"ValueError: targets: expected shape \[N, S\] with N = 2": {
-        "targets": torch.ones(3, 2).long()
-    },
+    **BAD_SEQUENCES,
     r"IndexError: targets: expected labels from 1 to 3, got 4 at \[1, 1\]": {
         "targets": torch.tensor([[1, 2], [3, 4]])
     },
     r"IndexError: targets: expected labels from 1 to 3, got 0 at \[1\]": {
         "targets": torch.tensor([1, 0, 3, 3])
     },
-    r"ValueError: input_lengths: expected steps from 0 to 3, got 4 at \[1\]": {
-        "input_lengths": [3, 4]
-    },
-    r"ValueError: target_lengths: expected labels from 0 to 2, got -1 at \[0\]": {
-        "target_lengths": [-1, 2]
-    },
-    r"ValueError: target_lengths: expected shape \[N\] = \[2\], got \[1\]": {"target_lengths": [1]},
-    "ValueError: targets: expected as many labels as the sum of target_lengths, 4, got 5": {
-        "targets": torch.ones(5).long()
-    },
-    "ValueError: reduction: expected one of 'none', 'mean', 'sum', got 'max'": {"reduction": "max"},
 }
 
 

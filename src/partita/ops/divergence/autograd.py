@@ -31,10 +31,6 @@ from .common import (
 ROUNDING_ERRORS = 8
 
 
-def divergence_fake(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return tuple(empty_rows(logits, TermOptions(*args[2:12])))
-
-
 def _check_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, logits.shape[-1], ignore_index)
@@ -48,7 +44,7 @@ def _gpu() -> tuple[Any, ...]:
 
 define_op = functools.partial(register.define, gpu=_gpu)
 divergence_op = define_op(
-    by_rows(reference.divergence), divergence_fake, check=_check_labels, vmap=all_at_once
+    by_rows(reference.divergence), empty_rows, check=_check_labels, vmap=all_at_once
 )
 divergence_backward_op = define_op(
     by_rows(reference.divergence_gradient, logits=1),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -167,21 +166,12 @@ class DivergenceRows(NamedTuple):
     means: Tensor
     argmax: Tensor
 
-    def part(self, rows: slice) -> DivergenceRows:
-        """Return the fields of some rows, in the same memory."""
-        return DivergenceRows(*map(itemgetter(rows), self))
-
 
 class DivergenceState(NamedTuple):
     """The state of rows after some of their classes: results of these alone, and `Sums` `[M]`."""
 
     rows: DivergenceRows
     sums: Sums
-
-    def part(self, rows: slice) -> DivergenceState:
-        """Return the state of some rows, in the same memory."""
-        sums = (None if each is None else each[rows] for each in self.sums)
-        return DivergenceState(self.rows.part(rows), Sums(*sums))
 
 
 def empty_rows(logits: Tensor, options: TermOptions) -> DivergenceRows:

@@ -28,6 +28,7 @@ from torch.nn.functional import logsigmoid
 from ...primitives.rows import (
     finite_shift,
     laid_out_like,
+    part_of,
     row_chunks,
     softcap_slope,
     softcapped,
@@ -288,8 +289,7 @@ def accumulate(
     for rows in row_chunks(logits):
         x = softcapped(logits[rows], options.softcap)
         t = softcapped(teacher_logits[rows].to(x.dtype), options.softcap)
-        labels = None if target is None else target[rows]
-        _accumulate_rows(x, t, labels, state.part(rows), first, classes, options)
+        _accumulate_rows(x, t, part_of(target, rows), part_of(state, rows), first, classes, options)
 
 
 def _add_classes(
@@ -368,7 +368,7 @@ def accumulate_mixture(
 ) -> None:
     """Add these classes to what needs the normalisers of both rows."""
     for part in row_chunks(logits):
-        rows = state.part(part).rows
+        rows = part_of(state.rows, part)
         logp = _logp(logits[part], rows.maximum, rows.sumexp, options)
         statistics = (rows.teacher_maximum, rows.teacher_sumexp)
         teacher_logp = _logp(teacher_logits[part], *statistics, options)
@@ -397,16 +397,13 @@ def write_gradient(
 ) -> None:
     """Write the gradient of the classes from `first` on, `[M, C]`; `result` may be the logits."""
     for part in row_chunks(logits):
-        of_rows = rows.part(part)
+        of_rows = part_of(rows, part)
         _, maximum, sumexp, teacher_maximum, teacher_sumexp, *_ = of_rows
         logp = _logp(logits[part], maximum, sumexp, options)
         teacher_logp = _logp(teacher_logits[part], teacher_maximum, teacher_sumexp, options)
         terms, means = columns(of_rows.terms, options.terms), columns(of_rows.means, options.means)
-        known, labels, plain = (
-            Terms(None, None, terms.reverse_kl, means.student, means.sign),
-            None if target is None else target[part],
-            None,
-        )
+        known = Terms(None, None, terms.reverse_kl, means.student, means.sign)
+        labels, plain = part_of(target, part), None
         if options.hard:
             x = softcapped(logits[part].to(logp.dtype), options.softcap)
             plain = (x - finite_shift(maximum)[:, None]).exp()

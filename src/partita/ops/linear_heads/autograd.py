@@ -32,7 +32,7 @@ from ..cross_entropy.autograd import OnePassLoss, token_stats
 from ..cross_entropy.common import LossOptions
 from ..support.common import Support
 from . import reference_support
-from .chunked import empty_gradients, gradients_like
+from .chunked import gradients_like
 from .common import (
     TENSORS,
     Head,
@@ -51,46 +51,24 @@ def check_labels(weight: Tensor, target: Tensor | None, ignore_index: int) -> No
         checks.labels("target", target, len(weight), ignore_index)
 
 
-def saved_logits_fake(
-    input: Tensor, weight: Tensor, invariant: bool, widens: bool, save_logits: bool
-) -> Tensor:
+def saved_logits_fake(head: Head, save_logits: bool) -> Tensor:
     """Return memory for all logits of a head, or none."""
-    head = Head(input, weight, None, invariant=invariant, widens=widens)
-    return head.buffer(input.shape[0], weight.shape[0] if save_logits else 0)
+    return head.buffer(head.input.shape[0], head.weight.shape[0] if save_logits else 0)
 
 
 def _rows_fake(
-    input: Tensor,
-    weight: Tensor,
-    invariant: bool,
-    widens: bool,
-    needs_smoothing: bool,
-    needs_entropy: bool,
-    save_logits: bool,
+    head: Head, needs_smoothing: bool, needs_entropy: bool, save_logits: bool
 ) -> tuple[Tensor, ...]:
-    statistics = empty_statistics(input, input.shape[0], needs_smoothing, needs_entropy)
-    return *statistics, saved_logits_fake(input, weight, invariant, widens, save_logits)
+    rows = (head.input, head.input.shape[0])
+    statistics = empty_statistics(*rows, needs_smoothing, needs_entropy)
+    return *statistics, saved_logits_fake(head, save_logits)
 
 
-def one_pass_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_rank_input: Tensor | None,
-    low_rank_weight: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-    low_rank_input_grad: bool,
-    low_rank_weight_grad: bool,
-) -> tuple[Tensor, ...]:
+def one_pass_fake(head: Head, wanted: Wanted) -> tuple[Tensor, ...]:
     """Return memory for a loss, `[]`, and for its gradients."""
-    loss = input.new_empty((), dtype=acc_dtype(input.dtype))
-    of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
-    wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
-    dtype = loss.dtype if input.dtype == torch.float16 else None  # see `linear_one_pass`
-    head = Head(input, weight, bias, low_rank_input, low_rank_weight)
-    return loss, *gradients_like(head, wanted, dtype)
+    loss = head.input.new_empty((), dtype=acc_dtype(head.input.dtype))
+    dtype = loss.dtype if head.input.dtype == torch.float16 else None  # see `linear_one_pass`
+    return loss, *gradients_like(head, wanted, dtype=dtype)
 
 
 def _gpu() -> tuple[Any, ...]:
@@ -102,7 +80,7 @@ def _gpu() -> tuple[Any, ...]:
 
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
 rows = define_op(KERNELS.linear_rows, _rows_fake, check=check_labels)
-rows_backward = define_op(KERNELS.linear_rows_backward, empty_gradients)
+rows_backward = define_op(KERNELS.linear_rows_backward, gradients_like)
 one_pass = define_op(KERNELS.linear_one_pass, one_pass_fake, check=check_labels)
 # The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
 # `packing.packs_rows` names.

@@ -9,13 +9,12 @@ with their gradient; a backend supplies the functions that do this as `HeadKerne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...primitives.rows import chunks
+from ...primitives.rows import chunks, part_of
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import LossOptions
 from ..divergence.common import (
@@ -29,7 +28,6 @@ from ..divergence.common import (
 )
 from ..logprobs.common import (
     EntryKernels,
-    TopKRows,
     new_rest,
     other_classes,
     topk_fake,
@@ -38,11 +36,9 @@ from ..logprobs.common import (
 )
 from ..truncated.common import (
     Rules,
+    TruncatedGrads,
     TruncatedKernels,
-    TruncatedRows,
     TruncatedSums,
-    counted_gradients,
-    part_of,
     truncated_fake,
 )
 from .common import (
@@ -66,28 +62,8 @@ from .products import multiply, multiply_blocks
 Buffers = tuple[Tensor, Tensor]  # memory of the logits of student and teacher
 
 
-def empty_gradients(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_rank_input: Tensor | None,
-    low_rank_weight: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-    low_rank_input_grad: bool,
-    low_rank_weight_grad: bool,
-    adds_ranks: bool = False,
-) -> HeadGradients:
-    """Return memory for the gradients of a head, as `gradients_like` does."""
-    head = Head(input, weight, bias, low_rank_input, low_rank_weight)
-    of_low_rank = (low_rank_input_grad, low_rank_weight_grad)
-    wanted = Wanted(input_grad, weight_grad, bias_grad, *of_low_rank)
-    return gradients_like(head, wanted, adds_ranks=adds_ranks)
-
-
 def gradients_like(
-    head: Head, wanted: Wanted, dtype: torch.dtype | None = None, adds_ranks: bool = False
+    head: Head, wanted: Wanted, adds_ranks: bool = False, dtype: torch.dtype | None = None
 ) -> HeadGradients:
     """Return memory for gradients in the dtypes of the head's tensors, or in another one.
 
@@ -154,7 +130,7 @@ def head_gradients(
     rounds_sum = tokens < M and (dtype or head.weight.dtype) != accumulator
     one_part = len(parts) == 1
     fits = Wanted(*wanted)._replace(weight_grad=weight_grad and not rounds_sum)
-    result, of_weight = gradients_like(head, fits, dtype, adds_ranks), head.weight.dtype
+    result, of_weight = gradients_like(head, fits, adds_ranks, dtype), head.weight.dtype
     (dinput, dweight, dbias, *_), head = result, heads[0]
     low_rank = LowRankGradients(head, Wanted(*wanted), of_low_rank)
     if input_grad and not one_part:
@@ -314,13 +290,12 @@ class HeadKernels(NamedTuple):
         target, tokens = target.contiguous(), tokens_of_backward(head, saved)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
-            weights = None if class_weight is None else class_weight[part]
-            row_factors = (target[rows], weights, coefficients.part(rows))
+            row_factors = (target[rows], part_of(class_weight, part), part_of(coefficients, rows))
             options = (maximum[rows], sumexp[rows], temperature, softcap)
             self.logits_gradient(logits, part.start, *row_factors, *options, result)
 
         def counts(rows: slice) -> Tensor:
-            return coefficients.part(rows).counts()
+            return part_of(coefficients, rows).counts()
 
         rest = (counts, write_gradient, tokens, chunk, [saved])
         return self.gradients([head], wanted, *rest, adds_ranks=adds_ranks)
@@ -455,7 +430,7 @@ class HeadKernels(NamedTuple):
         numbers, sizes = (temperature, softcap), (tokens_of_backward(head, saved), chunk)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, logits: Tensor) -> None:
-            row_factors = (labels[rows], None, coefficients.part(rows))
+            row_factors = (labels[rows], None, part_of(coefficients, rows))
             of_others = (others.maximum[rows], others.sumexp[rows], *numbers)
             self.logits_gradient(logits, part.start, *row_factors, *of_others, result)
             parts = (each[rows] for each in of_entries)
@@ -477,8 +452,7 @@ class HeadKernels(NamedTuple):
         found = topk_fake(head.input, k)
 
         def read(rows: slice, _: slice, logits: Tensor) -> None:
-            part = TopKRows(*(field[rows] for field in found))
-            self.topk_of_rows(logits, k, temperature, softcap, part)
+            self.topk_of_rows(logits, k, temperature, softcap, part_of(found, rows))
 
         return *found, read_logits(head, tokens, len(head.weight), save_logits, read)
 
@@ -491,36 +465,20 @@ class HeadKernels(NamedTuple):
         ignore_index: int,
         tokens: int,
         save_logits: bool,
-    ) -> tuple[
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-    ]:
+    ) -> tuple[Tensor, ...]:
         """Return the `TruncatedRows` of a head, and what `read_logits` returns."""
         found = truncated_fake(head.input)
 
         def read(rows: slice, _: slice, logits: Tensor) -> None:
-            labels = None if target is None else target[rows]
-            of_rows, part = rules.map(itemgetter(rows)), TruncatedRows(*part_of(found, rows))
+            labels, of_rows = part_of(target, rows), part_of(rules, rows)
+            part = part_of(found, rows)
             self.truncated.of_rows(logits, labels, of_rows, softcap, ignore_index, part)
 
         return *found, read_logits(head, tokens, len(head.weight), save_logits, read)
 
     def linear_truncated_stats_backward(
         self,
-        grad_logprob: Tensor,
-        grad_logsumexp: Tensor | None,
-        grad_kept: Tensor | None,
-        grad_entropy: Tensor | None,
+        grads: TruncatedGrads,
         head: Head,
         rows: TruncatedSums,
         saved: Tensor,
@@ -531,13 +489,12 @@ class HeadKernels(NamedTuple):
         wanted: Wanted,
     ) -> HeadGradients:
         """Compute the `HeadGradients` from the gradients of the statistics."""
-        grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
-        grads = counted_gradients(grads, rows, keeps_target, ignore_index)
-        counts = torch.stack([grad != 0 for grad in grads if grad is not None]).any(0)
+        grads = grads.counted(rows, keeps_target, ignore_index)
+        counts = grads.counts()
         options = (len(head.weight), keeps_target, softcap, ignore_index)
 
         def write_gradient(tokens: slice, part: slice, result: Tensor, logits: Tensor) -> None:
-            of_rows = (part_of(grads, tokens), TruncatedSums(*part_of(rows, tokens)))
+            of_rows = (part_of(grads, tokens), part_of(rows, tokens))
             self.truncated.gradient(logits, part.start, *of_rows, *options, result)
 
         sizes = (tokens_of_backward(head, saved), chunk)
@@ -583,8 +540,7 @@ class HeadKernels(NamedTuple):
                 for part, buffers in parts
                 if part.start < part.stop
             ]
-            labels = None if target is None else target[rows]
-            self.accumulate_rows(pairs, labels, state.part(rows), C, options)
+            self.accumulate_rows(pairs, part_of(target, rows), part_of(state, rows), C, options)
         return found, of_saved
 
     def linear_divergence(
@@ -631,7 +587,7 @@ class HeadKernels(NamedTuple):
         grad, sizes = grad.contiguous(), (tokens_of_backward(head, saved), chunk)
 
         def write_gradient(rows: slice, part: slice, result: Tensor, *logits: Tensor) -> None:
-            of_rows = (None if target is None else target[rows], of_all.part(rows))
+            of_rows = (part_of(target, rows), part_of(of_all, rows))
             place = (part.start, len(head.weight), options, result)
             self.divergence.gradient(grad[rows], *logits, *of_rows, *place)
 
@@ -651,20 +607,7 @@ class HeadKernels(NamedTuple):
         saved: int,
         chunk: int,
         wanted: Wanted,
-    ) -> tuple[
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-    ]:
+    ) -> tuple[Tensor, ...]:
         """Return the `DivergenceRows`, and the `HeadGradients` of the sum of terms times factors.
 
         Args:
@@ -690,7 +633,7 @@ class HeadKernels(NamedTuple):
             state, classes = empty_state(found, options), len(head.weight)
 
             def write_gradient(rows: slice, _: slice, result: Tensor, *logits: Tensor) -> None:
-                part, labels = state.part(rows), None if target is None else target[rows]
+                part, labels = part_of(state, rows), part_of(target, rows)
                 self.accumulate_rows([(0, *logits)], labels, part, classes, options)
                 of_rows = (labels, part.rows, 0, classes, options, result)
                 self.divergence.gradient(factors[rows], *logits, *of_rows)

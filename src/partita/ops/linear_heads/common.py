@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.rows import chunks
+from ...primitives.rows import chunks, part_of
 from ...runtime import checks
 from ...runtime.autograd import (
     autocast_dtype,
@@ -386,11 +386,20 @@ class RowOptions(NamedTuple):
     needs_smoothing: bool
     needs_entropy: bool
 
-    def used(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def used(self, grads: Sequence[Tensor | None]) -> StatisticsGrads:
         """Return the gradients of the first four `RowStatistics`, None for those not computed."""
-        nll, logsumexp, smoothing_loss, entropy = grads[:4]
-        smoothing_loss = smoothing_loss if self.needs_smoothing else None
-        return nll, logsumexp, smoothing_loss, entropy if self.needs_entropy else None
+        nll, logsumexp, smoothing, entropy = grads[:4]
+        smoothing = smoothing if self.needs_smoothing else None
+        return StatisticsGrads(nll, logsumexp, smoothing, entropy if self.needs_entropy else None)
+
+
+class StatisticsGrads(NamedTuple):
+    """The gradients of the first four `RowStatistics`, `[M]` each; None for zeros."""
+
+    grad_nll: Tensor | None
+    grad_logsumexp: Tensor | None
+    grad_smoothing: Tensor | None
+    grad_entropy: Tensor | None
 
 
 class RowState(NamedTuple):
@@ -413,10 +422,6 @@ class RowState(NamedTuple):
     smoothing_loss: Tensor | None
     sum_x_exp: Tensor | None
     argmax: Tensor | None
-
-    def part(self, rows: slice) -> RowState:
-        """Return views of the state of some rows."""
-        return RowState(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
     def clear(self) -> None:
         """Write the state before any class."""
@@ -457,8 +462,7 @@ def accumulate_hidden(
     target, tokens = target.contiguous(), MIN_CHUNK_TOKENS if head.invariant else LOSS_CHUNK_TOKENS
 
     def read(rows: slice, part: slice, logits: Tensor) -> None:
-        weights = None if class_weight is None else class_weight[part]
-        options = (weights, state.part(rows), temperature, softcap)
+        options = (part_of(class_weight, part), part_of(state, rows), temperature, softcap)
         accumulate_logits(logits, part.start, target[rows], *options)
 
     tokens = len(head.input) if save_logits else tokens
@@ -544,13 +548,20 @@ class GradientCoefficients(NamedTuple):
     log_coef: Tensor | None
     smoothing_coef: Tensor | None
 
-    def part(self, rows: slice) -> GradientCoefficients:
-        """Return the coefficients of some rows."""
-        return GradientCoefficients(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
-
     def counts(self) -> Tensor:
         """Return which rows have a gradient, `[M]`."""
         return torch.stack([each != 0 for each in self if each is not None]).any(0)
+
+
+def empty_coefficients(rows: int, grads: StatisticsGrads) -> GradientCoefficients:
+    """Return memory for the coefficients of rows; those that no gradient needs are empty."""
+    like = next(grad for grad in grads if grad is not None)
+    return GradientCoefficients(
+        dlogits_coef=like.new_empty(rows),
+        label_coef=like.new_empty(rows),
+        log_coef=like.new_empty(0 if grads.grad_entropy is None else rows),
+        smoothing_coef=like.new_empty(0 if grads.grad_smoothing is None else rows),
+    )
 
 
 class HeadGradients(NamedTuple):

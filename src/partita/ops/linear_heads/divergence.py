@@ -40,8 +40,8 @@ from .autograd import (
     rows_linear,
     saved_logits_fake,
 )
-from .chunked import empty_gradients
-from .common import TENSORS, Head, checked_head
+from .chunked import gradients_like
+from .common import TENSORS, Head, Wanted, checked_head
 from .inputs import cast_and_check, takes_all_logits
 from .logprobs import linear_logprobs_of
 from .low_rank import LowRank
@@ -50,22 +50,27 @@ from .products import composed_linear
 from .reference import KERNELS
 
 
-def _rows_fake(*args: Any) -> tuple[Tensor, ...]:
-    input, weight, _, _, _, *products, teacher_input = args[:8]
-    *options, _, save_logits = args[11:]
-    rest = (weight, *products, save_logits)
-    saved = (saved_logits_fake(each, *rest) for each in (input, teacher_input))
-    return *empty_rows(input, TermOptions(*options)), *saved
+def _rows_fake(
+    head: Head, teacher_input: Tensor, options: TermOptions, save_logits: bool
+) -> tuple[Tensor, ...]:
+    heads = head, head._replace(input=teacher_input)
+    saved = (saved_logits_fake(each, save_logits) for each in heads)
+    return *empty_rows(head.input, options), *saved
 
 
-def _one_pass_fake(*args: Any) -> tuple[Tensor, ...]:
-    _, *gradients = one_pass_fake(*args[:TENSORS], *args[-TENSORS:])
-    return *empty_rows(args[0], TermOptions(*args[12:22])), *gradients
+def _one_pass_fake(head: Head, options: TermOptions, wanted: Wanted) -> tuple[Tensor, ...]:
+    _, *gradients = one_pass_fake(head, wanted)
+    return *empty_rows(head.input, options), *gradients
 
 
 divergence_op = define_op(KERNELS.linear_divergence, _rows_fake, check=check_labels)
-divergence_backward_op = define_op(KERNELS.linear_divergence_backward, empty_gradients)
-one_pass_op = define_op(KERNELS.linear_divergence_one_pass, _one_pass_fake, check=check_labels)
+divergence_backward_op = define_op(KERNELS.linear_divergence_backward, gradients_like)
+one_pass_op = define_op(
+    KERNELS.linear_divergence_one_pass,
+    _one_pass_fake,
+    check=check_labels,
+    results=len(DivergenceRows._fields) + TENSORS,
+)
 
 
 def composed_rows(

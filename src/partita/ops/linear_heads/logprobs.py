@@ -13,7 +13,7 @@ from ...runtime.backend import current_backend
 from ..logprobs.autograd import logprobs_of, topk_of
 from ..logprobs.common import TopK, TopKRows, check_ids, check_k, logprobs_fake, topk_fake
 from .autograd import define_op, head_backward, saved_logits_fake
-from .chunked import empty_gradients
+from .chunked import gradients_like
 from .common import TENSORS, Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, takes_all_logits
 from .low_rank import LowRank
@@ -27,28 +27,16 @@ def _check(weight: Tensor, ids: Tensor, ignore_index: int) -> None:
     checks.labels("ids", ids, len(weight), ignore_index)
 
 
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    invariant: bool,
-    widens: bool,
-    ids: Tensor,
-    needs_rest: bool,
-    save_logits: bool,
-) -> tuple[Tensor, ...]:
-    saved = saved_logits_fake(input, weight, invariant, widens, save_logits)
-    return *logprobs_fake(input, ids, needs_rest), saved
+def _fake(head: Head, ids: Tensor, needs_rest: bool, save_logits: bool) -> tuple[Tensor, ...]:
+    return *logprobs_fake(head.input, ids, needs_rest), saved_logits_fake(head, save_logits)
 
 
-def _topk_fake(
-    input: Tensor, weight: Tensor, invariant: bool, widens: bool, k: int, save_logits: bool
-) -> tuple[Tensor, ...]:
-    return *topk_fake(input, k), saved_logits_fake(input, weight, invariant, widens, save_logits)
+def _topk_fake(head: Head, k: int, save_logits: bool) -> tuple[Tensor, ...]:
+    return *topk_fake(head.input, k), saved_logits_fake(head, save_logits)
 
 
 logprobs_op = define_op(KERNELS.linear_logprobs, _fake, check=_check)
-logprobs_backward_op = define_op(KERNELS.linear_logprobs_backward, empty_gradients)
-
+logprobs_backward_op = define_op(KERNELS.linear_logprobs_backward, gradients_like)
 topk_op = define_op(KERNELS.linear_topk_logprobs, _topk_fake)
 
 

@@ -6,11 +6,10 @@ products that read it there are slower where no label is ignored, so the user ha
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
+from ...runtime import checks
 from ...runtime.autograd import plain_eager
 from ...runtime.register import PLAIN
 
@@ -19,12 +18,7 @@ ALIGNMENT = 16  # elements of which hidden size, classes and rows of the matrix 
 
 def packing_wanted() -> bool:
     """Return whether the environment asks for packed rows, which compiled code never has."""
-    if torch.compiler.is_compiling():
-        return False
-    setting = os.environ.get("PARTITA_PACK_ROWS", "")
-    if setting not in ("", "0", "1"):
-        raise ValueError(f"PARTITA_PACK_ROWS: expected 0, 1 or nothing, got {setting!r}")
-    return setting == "1"
+    return not torch.compiler.is_compiling() and bool(checks.variable("PARTITA_PACK_ROWS"))
 
 
 def sizes_allow_packing(hidden: int, classes: int, dtype: torch.dtype) -> bool:

@@ -162,12 +162,7 @@ def linear_cross_entropy_plan(
     # A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
     # name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
     sizes = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "low_rank": low_rank}
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
-            raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
-    check_budget(memory_budget)
-    if dtype not in checks.FLOATING:
-        raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    check_plan(dtype, memory_budget, **sizes)
     widens, rounds = widens_logits(logits_dtype, dtype, "dtype"), weight_dtype not in (None, dtype)
     packs = reduced and not (parallel or widens or rounds) and packing_wanted()
     packs = packs and sizes_allow_packing(hidden, vocabulary, dtype)
@@ -261,6 +256,16 @@ def linear_cross_entropy_plan(
     chunk = classes if batch_invariant else chunk
     workspace_bytes = chunk_tokens * padded_width(chunk) * logit_size + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
+
+
+def check_plan(dtype: torch.dtype, memory_budget: int | None, **sizes: int) -> None:
+    """Raise unless a plan of these sizes can be made."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
+            raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
+    check_budget(memory_budget)
+    if dtype not in checks.FLOATING:
+        raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
 
 
 def low_rank_bytes(rank: int, tokens: int, vocabulary: int, dtype: torch.dtype) -> int:

@@ -5,19 +5,17 @@ This module says what is done to a chunk. The loops over chunks stand in `chunke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapped
+from ...primitives.rows import finite_shift, part_of, row_chunks, softcap_slope, softcapped
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
 from ..divergence.reference import DIVERGENCE_KERNELS
 from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
 from ..truncated.reference import TRUNCATED_KERNELS
 from .chunked import HeadKernels
-from .common import GradientCoefficients, RowState, RowStatistics
+from .common import GradientCoefficients, RowState, RowStatistics, StatisticsGrads
 
 
 def accumulate_logits(
@@ -37,7 +35,7 @@ def accumulate_logits(
         state.clear()
     for rows in row_chunks(logits):
         x, index = softcapped(logits[rows], softcap), target[rows].long() - first
-        of_rows = state.part(rows)
+        of_rows = part_of(state, rows)
         in_chunk = (index >= 0) & (index < x.shape[1])
         label = x.gather(1, torch.where(in_chunk, index, 0)[:, None])[:, 0]
         of_rows.label.copy_(torch.where(in_chunk, label, of_rows.label))
@@ -98,7 +96,7 @@ def row_statistics(
 
 
 def gradient_coefficients(
-    grads: Sequence[Tensor | None],
+    grads: StatisticsGrads,
     target: Tensor,
     class_weight: Tensor | None,
     entropies: Tensor,
@@ -109,8 +107,7 @@ def gradient_coefficients(
 ) -> GradientCoefficients:
     """Return the coefficients of the rows, in the dtype, from the gradients of their statistics.
 
-    These are the first four `RowStatistics`; a gradient may be None. `entropies` is read for that
-    of the entropy.
+    `entropies` is read for that of the entropy.
     """
     nll, logsumexp, smoothing_loss, entropy = grads
     _, valid, invalid = valid_targets(target, classes, ignore_index)
@@ -152,8 +149,7 @@ def logits_gradient(
     `result` may be the logits themselves. `class_weight` holds the weights of these classes.
     """
     for rows in row_chunks(logits):
-        dlogits_coef, label_coef = (t[rows] for t in coefficients[:2])
-        log_coef, smoothing_coef = (None if t is None else t[rows] for t in coefficients[2:])
+        dlogits_coef, label_coef, log_coef, smoothing_coef = part_of(coefficients, rows)
         x = softcapped(logits[rows], softcap)
         exponent = (x - finite_shift(maximum[rows])[:, None]) / temperature
         sums = sumexp[rows, None]

@@ -13,6 +13,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..truncated.autograd import truncated_stats as stats_of_rows
 from ..truncated.common import (
+    Rules,
     TruncatedRows,
     TruncatedStats,
     check_values,
@@ -21,7 +22,7 @@ from ..truncated.common import (
     truncated_fake,
 )
 from .autograd import define_op, head_backward, saved_logits_fake
-from .chunked import empty_gradients
+from .chunked import gradients_like
 from .common import TENSORS, Head, chunk_and_save
 from .inputs import all_logits, cast_and_check, flat_labels, takes_all_logits
 from .low_rank import LowRank
@@ -33,26 +34,18 @@ SEARCH_NUMBERS = 16_896  # of a token beside its logits, among which its thresho
 TILE_TOKENS = 128  # of a product's tile
 
 
-def _check(
-    weight: Tensor,
-    target: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-) -> None:
-    check_values(len(weight), target, top_p, min_p, temperature, ignore_index)
+def _check(weight: Tensor, target: Tensor | None, rules: Rules, ignore_index: int) -> None:
+    check_values(len(weight), target, rules, ignore_index)
 
 
-def _fake(
-    input: Tensor, weight: Tensor, invariant: bool, widens: bool, save_logits: bool
-) -> tuple[Tensor, ...]:
-    saved = saved_logits_fake(input, weight, invariant, widens, save_logits)
-    return *truncated_fake(input), saved
+def _fake(head: Head, save_logits: bool) -> tuple[Tensor, ...]:
+    return *truncated_fake(head.input), saved_logits_fake(head, save_logits)
 
 
-truncated_op = define_op(KERNELS.linear_truncated_stats, _fake, check=_check)
-truncated_backward_op = define_op(KERNELS.linear_truncated_stats_backward, empty_gradients)
+truncated_op = define_op(
+    KERNELS.linear_truncated_stats, _fake, check=_check, results=len(TruncatedRows._fields) + 1
+)
+truncated_backward_op = define_op(KERNELS.linear_truncated_stats_backward, gradients_like)
 
 
 class LinearTruncated(torch.autograd.Function):

@@ -89,8 +89,9 @@ def _gradient_fake(logits: Tensor, duration_logits: Tensor | None) -> tuple[Tens
     return found, found.new_empty((0,) if duration_logits is None else duration_logits.shape)
 
 
-def _joint_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs, factor, wanted = JointInputs(*args[:INPUTS]), args[INPUTS], args[-1]
+def _joint_fake(
+    inputs: JointInputs, factor: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
     encoder = inputs.encoder
     shapes = (
         tensor.shape if tensor is not None and wants and factor is not None else (0,)

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import choose, decide, larger, smaller
-from ..linear_heads.plan import check_budget, padded_width
+from ..linear_heads.plan import check_plan, padded_width
 
 DEFAULT_BUDGET = 2**30  # bytes of workspace if no budget is given
 # Bytes of logits in a chunk beyond which the products do not become faster.
@@ -99,12 +98,7 @@ def linear_rnnt_plan(
     """
     sizes = {"batch": batch, "steps": steps, "labels": labels, "hidden": hidden}
     sizes |= {"vocabulary": vocabulary, "durations": durations, "low_rank": low_rank}
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
-            raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
-    check_budget(memory_budget)
-    if dtype not in checks.FLOATING:
-        raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    check_plan(dtype, memory_budget, **sizes)
     rows = batch * steps * (labels + 1)
     columns = vocabulary + durations
     product = 2 * rows * (hidden * columns + low_rank * (hidden + columns))

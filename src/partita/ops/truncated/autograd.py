@@ -13,18 +13,11 @@ from ...primitives.rows import by_rows
 from ...runtime import register
 from ...runtime.autograd import DifferentiableOp, all_at_once
 from . import reference
-from .common import TruncatedRows, check_values, sums_of_results, truncated_fake
+from .common import Rules, TruncatedRows, check_values, sums_of_results, truncated_fake
 
 
-def _check(
-    logits: Tensor,
-    target: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-) -> None:
-    check_values(logits.shape[-1], target, top_p, min_p, temperature, ignore_index)
+def _check(logits: Tensor, target: Tensor | None, rules: Rules, ignore_index: int) -> None:
+    check_values(logits.shape[-1], target, rules, ignore_index)
 
 
 def _gpu() -> ModuleType:
@@ -36,7 +29,7 @@ def _gpu() -> ModuleType:
 define_op = functools.partial(register.define, gpu=_gpu, vmap=all_at_once)
 truncated_stats_op = define_op(by_rows(reference.truncated_stats), truncated_fake, check=_check)
 truncated_stats_backward_op = define_op(
-    by_rows(reference.truncated_stats_gradient, logits=4),
+    by_rows(reference.truncated_stats_gradient, logits=1),
     lambda logits: torch.empty_like(logits),
     name="truncated_stats_backward",
 )

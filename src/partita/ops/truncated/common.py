@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +103,24 @@ class TruncatedSums(NamedTuple):
     entropy: Tensor
 
 
+class TruncatedGrads(NamedTuple):
+    """The gradients of the differentiable `TruncatedStats` of rows, `[...]`; None for zeros."""
+
+    grad_logprob: Tensor
+    grad_logsumexp: Tensor | None
+    grad_kept: Tensor | None
+    grad_entropy: Tensor | None
+
+    def counted(self, rows: TruncatedSums, keeps_target: bool, ignore_index: int) -> TruncatedGrads:
+        """Return the gradients with that of the log-probability 0 where it is constant."""
+        has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
+        return self._replace(grad_logprob=torch.where(has_logprob, self.grad_logprob, 0))
+
+    def counts(self) -> Tensor:
+        """Return which rows have a gradient."""
+        return torch.stack([each != 0 for each in self if each is not None]).any(0)
+
+
 class TruncatedKernels(NamedTuple):
     """The functions of one backend that work on rows of logits `[M, C]`.
 
@@ -113,19 +131,6 @@ class TruncatedKernels(NamedTuple):
 
     of_rows: Callable[..., None]
     gradient: Callable[..., None]
-
-
-def part_of(fields: Iterable[Tensor | None], rows: slice) -> tuple[Any, ...]:
-    """Return some rows of each tensor."""
-    return tuple(None if each is None else each[rows] for each in fields)
-
-
-def counted_gradients(
-    grads: tuple[Any, ...], rows: TruncatedSums, keeps_target: bool, ignore_index: int
-) -> tuple[Any, ...]:
-    """Return the gradients of results, with that of the log-probability 0 where it is constant."""
-    has_logprob = (rows.label != ignore_index) & (rows.in_set | keeps_target)
-    return torch.where(has_logprob, grads[0], 0), *grads[1:]
 
 
 def sums_of_results(rows: TruncatedRows, temperature: Tensor | None) -> TruncatedSums:
@@ -191,18 +196,12 @@ def checked_rules(
     )
 
 
-def check_values(
-    classes: int,
-    target: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-) -> None:
+def check_values(classes: int, target: Tensor | None, rules: Rules, ignore_index: int) -> None:
     """Raise for the first label or number of a rule that is out of range, if they are checked."""
     if target is not None:
         checks.labels("target", target, classes, ignore_index)
-    for rule, value in (("top_p", top_p), ("min_p", min_p), ("temperature", temperature)):
+    for rule in ("top_p", "min_p", "temperature"):
+        value = getattr(rules, rule)
         if value is None or not checks.can_check_values(value):
             continue
         if (index := checks.first_index(~is_valid(rule, value))) is not None:

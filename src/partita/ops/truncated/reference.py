@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from ...primitives.rows import by_rows, finite_shift, inert_rows, softcap_slope,
 from ..cross_entropy.common import valid_targets
 from .common import (
     Rules,
+    TruncatedGrads,
     TruncatedKernels,
     TruncatedRows,
     TruncatedSums,
-    counted_gradients,
     is_valid,
 )
 
@@ -132,10 +131,7 @@ def threshold_of(raw: Tensor, x: Tensor, rules: Rules) -> Tensor:
 
 
 def truncated_stats_gradient(
-    grad_logprob: Tensor,
-    grad_logsumexp: Tensor | None,
-    grad_kept: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: TruncatedGrads,
     logits: Tensor,
     rows: TruncatedSums,
     keeps_target: bool,
@@ -145,15 +141,14 @@ def truncated_stats_gradient(
     first: int = 0,
     classes: int | None = None,
 ) -> Tensor:
-    """Compute the gradient of the logits from the rows' statistics.
+    """Compute the gradient of the logits from those of the rows' statistics.
 
-    A gradient of None is zero. The kept classes are those that the forward pass has found. The
-    logits may be those of some classes alone, from `first` on and out of `classes`.
+    The kept classes are those that the forward pass has found. The logits may be those of some
+    classes alone, from `first` on and out of `classes`.
     """
     label, _, temperature, threshold, maximum, total, kept_total, entropy = rows
     _, not_ignored, out_of_range = valid_targets(label, classes or logits.shape[-1], ignore_index)
-    grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
-    grads = counted_gradients(grads, rows, keeps_target, ignore_index)
+    grads = grads.counted(rows, keeps_target, ignore_index)
     on_label, on_all, on_kept, on_entropy = (
         torch.zeros_like(maximum) if grad is None else grad.to(maximum.dtype) for grad in grads
     )
@@ -171,7 +166,7 @@ def truncated_stats_gradient(
         grad = grad / temperature.to(grad.dtype).unsqueeze(-1)
     if softcap:
         grad = grad * softcap_slope(logits, softcap)
-    active = torch.stack([each != 0 for each in grads if each is not None]).any(0)
+    active = grads.counts()
     invalid = out_of_range | (active & kept_total.isnan())
     grad = torch.where(active.unsqueeze(-1), grad, 0)
     return torch.where(invalid.unsqueeze(-1), torch.nan, grad).to(logits.dtype)
@@ -180,11 +175,11 @@ def truncated_stats_gradient(
 def differentiable_gradient(*args: Any) -> Tensor:
     """Return the same, differentiable in the gradients and in the logits of all classes.
 
-    The arguments are those of `truncated_stats_gradient`, the fields of the rows one by one.
+    The arguments are those of `truncated_stats_gradient`, the fields of tuples one by one.
     """
-    grads, logits, rows = args[:4], args[4], TruncatedSums(*args[5:13])
+    grads, logits, rows = TruncatedGrads(*args[:4]), args[4], TruncatedSums(*args[5:13])
     keeps_target, softcap, ignore_index = args[13:]
-    grads = counted_gradients(grads, rows, keeps_target, ignore_index)
+    grads = grads.counted(rows, keeps_target, ignore_index)
     is_inert = inert_rows((rows.maximum, rows.sumexp, rows.kept_sumexp), grads)
     adds_label = (rows.label != ignore_index) & keeps_target
     adds = (is_class(rows.label, logits) & adds_label.unsqueeze(-1)) | is_inert.unsqueeze(-1)
@@ -194,8 +189,7 @@ def differentiable_gradient(*args: Any) -> Tensor:
     sumexp, kept_sumexp, entropy = sums_of(scaled(x, maximum, rows.temperature), kept)
     kept_sumexp = torch.where(is_inert | ~rows.kept_sumexp.isnan(), kept_sumexp, torch.nan)
     rows = TruncatedSums(*rows[:4], maximum, sumexp, kept_sumexp, entropy)
-    same: Any = (*grads, logits, rows, *args[13:])
-    return truncated_stats_gradient(*same)
+    return truncated_stats_gradient(grads, logits, rows, keeps_target, softcap, ignore_index)
 
 
 def truncated_of_rows(logits: Tensor, *args: Any) -> None:
@@ -206,12 +200,17 @@ def truncated_of_rows(logits: Tensor, *args: Any) -> None:
 
 
 def truncated_gradient(
-    logits: Tensor, first: int, grads: Sequence[Any], rows: TruncatedSums, classes: int, *args: Any
+    logits: Tensor,
+    first: int,
+    grads: TruncatedGrads,
+    rows: TruncatedSums,
+    classes: int,
+    *args: Any,
 ) -> None:
     """Write the gradient of the logits of some classes, `[M, width]`, to the last argument."""
     *options, result = args
     gradient = functools.partial(truncated_stats_gradient, first=first, classes=classes)
-    result.copy_(by_rows(gradient, logits=4)(*grads, logits, rows, *options))
+    result.copy_(by_rows(gradient, logits=1)(grads, logits, rows, *options))
 
 
 TRUNCATED_KERNELS = TruncatedKernels(truncated_of_rows, truncated_gradient)

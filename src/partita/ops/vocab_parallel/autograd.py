@@ -26,8 +26,10 @@ from ..linear_heads.common import (
     LowRankGradients,
     RowOptions,
     RowStatistics,
+    StatisticsGrads,
     Wanted,
     counted_states,
+    empty_coefficients,
     empty_statistics,
 )
 from . import reference
@@ -43,31 +45,21 @@ from .shard import (
 def _state_fake(
     input: Tensor,
     weight: Tensor | None,
-    needs_smoothing: bool,
-    needs_entropy: bool,
+    options: RowOptions,
     invariant: bool,
     widens: bool,
     save_logits: bool,
 ) -> tuple[Tensor, Tensor]:
-    size = (packed_size(needs_smoothing, needs_entropy), input.shape[0])
+    size = (packed_size(options.needs_smoothing, options.needs_entropy), input.shape[0])
     saved = input.new_empty(0)
     if weight is not None:
-        saved = linear_heads.saved_logits_fake(input, weight, invariant, widens, save_logits)
+        head = Head(input, weight, None, invariant=invariant, widens=widens)
+        saved = linear_heads.saved_logits_fake(head, save_logits)
     return input.new_empty(size, dtype=acc_dtype(input.dtype)), saved
 
 
-def _coefficients_fake(
-    target: Tensor,
-    grad_nll: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    grad_smoothing: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> tuple[Tensor, ...]:
-    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
-    like = next(grad for grad in grads if grad is not None)
-    M = target.shape[0]
-    log_rows, smoothing_rows = (0 if grad is None else M for grad in (grad_entropy, grad_smoothing))
-    return tuple(like.new_empty(size) for size in (M, M, log_rows, smoothing_rows))
+def _coefficients_fake(target: Tensor, grads: StatisticsGrads) -> GradientCoefficients:
+    return empty_coefficients(target.shape[0], grads)
 
 
 def _gradient_fake(logits: Tensor) -> Tensor:

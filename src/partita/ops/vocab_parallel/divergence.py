@@ -39,7 +39,7 @@ from .autograd import (
     parallel_entries_gradient,
     parallel_state,
 )
-from .local_losses import contiguous_classes
+from .local_losses import checked_rows, contiguous_classes
 from .shard import (
     Classes,
     VocabShard,
@@ -251,16 +251,13 @@ def divergence(
         tensor(0.1308)
         >>> dist.destroy_process_group()
     """
-    for name, tensor in (("logits", logits), ("teacher_logits", teacher_logits)):
-        checks.floating(name, tensor)
+    shard, rows = checked_rows(logits, group, classes)
+    checks.floating("teacher_logits", teacher_logits)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
     checks.shape("teacher_logits", teacher_logits, logits.shape, "logits.shape")
-    if logits.ndim == 0:
-        raise ValueError("logits: expected shape [..., C_local], got []")
-    shard = vocab_shard("logits", logits, -1, group, classes)
     check_options(beta, mask, reduction, logits, "logits")
-    x, t = logits[None].flatten(0, -2), teacher_logits[None].flatten(0, -2)
-    loss = _divergences(x, t, shard, beta, temperature, softcap)
+    teacher_rows = teacher_logits[None].flatten(0, -2)
+    loss = _divergences(rows, teacher_rows, shard, beta, temperature, softcap)
     return reduced(loss.reshape(logits.shape[:-1]), mask, reduction)
 
 
@@ -382,12 +379,9 @@ def logprobs(
         tensor([[-1.3863, -1.3863]])
         >>> dist.destroy_process_group()
     """
-    checks.floating("logits", logits)
-    if logits.ndim == 0:
-        raise ValueError("logits: expected shape [..., C_local], got []")
-    shard = vocab_shard("logits", logits, -1, group, classes)
+    shard, rows = checked_rows(logits, group, classes)
     check_ids(ids, logits, "the logits")
-    rows, flat = logits[None].flatten(0, -2), ids.long()[None].flatten(0, -2)
+    flat = ids.long()[None].flatten(0, -2)
     return _logprobs(rows, flat, shard, temperature, softcap).reshape(ids.shape)
 
 

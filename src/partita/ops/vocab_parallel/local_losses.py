@@ -83,6 +83,16 @@ def contiguous_classes(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
 
 
+def checked_rows(
+    logits: Tensor, group: dist.ProcessGroup | None, classes: Classes
+) -> tuple[VocabShard, Tensor]:
+    """Check this rank's logits `[..., C_local]`; return their shard and the rows `[M, C_local]`."""
+    checks.floating("logits", logits)
+    if logits.ndim == 0:
+        raise ValueError("logits: expected shape [..., C_local], got []")
+    return vocab_shard("logits", logits, -1, group, classes), logits[None].flatten(0, -2)
+
+
 def prepare_rows(
     input: Tensor, target: Tensor, arguments: ParallelLossArguments
 ) -> tuple[VocabShard, Tensor, Tensor]:
@@ -177,18 +187,15 @@ def local_token_stats(
     ignore_index: int,
 ) -> TokenStats:
     """Return the token statistics of logits `[..., C_local]`."""
-    checks.floating("logits", logits)
-    if logits.ndim == 0:
-        raise ValueError("logits: expected shape [..., C_local], got []")
+    shard, rows = checked_rows(logits, group, classes)
     checks.number("temperature", temperature, low=0.0, open_low=True)
-    shard = vocab_shard("logits", logits, -1, group, classes)
     checks.python_int("ignore_index", ignore_index)
     check_labels(logits, target, None, shard, ignore_index)
     checks.shape("target", target, logits.shape[:-1], "logits without its classes")
     numbers = (float(temperature), 0.0, ignore_index)
     options = RowOptions(*numbers, needs_smoothing=False, needs_entropy=True)
-    rows, labels = contiguous_classes(logits[None].flatten(0, -2)), target.reshape(-1).long()
-    found = logits_statistics(rows, labels, None, shard, options)
+    labels = target.reshape(-1).long()
+    found = logits_statistics(contiguous_classes(rows), labels, None, shard, options)
     fields = (-found.nll, found.logsumexp, found.entropy, found.argmax)
     return TokenStats(*(field.reshape(target.shape) for field in fields))
 

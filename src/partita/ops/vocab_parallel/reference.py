@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift
-from ..linear_heads.common import GradientCoefficients, RowOptions, RowState, RowStatistics
+from ..linear_heads.common import (
+    GradientCoefficients,
+    RowOptions,
+    RowState,
+    RowStatistics,
+    StatisticsGrads,
+)
 from ..linear_heads.reference import KERNELS, gradient_coefficients, row_statistics
 from .common import gradient_of_ids, gradient_of_logits, integer_dtype, logits_of_ids, pack_state
 from .shard import sum_in_rank_order
@@ -59,10 +65,7 @@ def parallel_fields(
 
 def parallel_coefficients(
     target: Tensor,
-    grad_nll: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    grad_smoothing: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: StatisticsGrads,
     class_weight: Tensor | None,
     entropies: Tensor,
     classes: int,
@@ -73,7 +76,6 @@ def parallel_coefficients(
 
     At least one of the gradients is given. `entropies` is read for that of the entropy.
     """
-    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
     coefficients = gradient_coefficients(
         grads,

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.invariance import is_batch_invariant
 from ..linear_heads.autograd import logits_of_entries
@@ -22,7 +21,7 @@ from ..linear_heads.low_rank import LowRank, with_low_rank, with_states
 from ..support.autograd import stats_of_parts
 from ..support.common import Support, SupportStats
 from .autograd import logits_statistics
-from .local_losses import contiguous_classes, hidden_statistics
+from .local_losses import checked_rows, contiguous_classes, hidden_statistics
 from .shard import (
     Classes,
     VocabShard,
@@ -135,10 +134,7 @@ def support_stats(
         tensor([-0.6931])
         >>> dist.destroy_process_group()
     """
-    checks.floating("logits", logits)
-    if logits.ndim == 0:
-        raise ValueError("logits: expected shape [..., C_local], got []")
-    shard = vocab_shard("logits", logits, -1, group, classes)
+    shard, _ = checked_rows(logits, group, classes)
 
     def entries(x: Tensor, support: Support) -> Tensor:
         own = LocalEntries.apply(x, support.rows, support.classes - shard.first_class)

@@ -6,7 +6,6 @@ The memory is PyTorch's symmetric memory: every GPU of the group can write to th
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import uuid
 import warnings
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 
-from ...runtime import private_names
+from ...runtime import checks, private_names
 from ...runtime.autograd import is_capturing, plain_eager
 from .gpu.plan import RankMemory
 
@@ -121,11 +120,8 @@ def may_share_memory(tensor: Tensor) -> bool:
 
     They may in eager code on NVIDIA GPUs, unless `PARTITA_PEERS=0`.
     """
-    setting = os.environ.get("PARTITA_PEERS", "")
-    if setting not in ("", "0", "1"):
-        raise ValueError(f"PARTITA_PEERS: expected 0, 1 or nothing, got {setting!r}")
     return (
-        setting != "0"
+        checks.variable("PARTITA_PEERS") is not False
         and private_names.CAN_SHARE_MEMORY
         and tensor.is_cuda
         and torch.version.hip is None

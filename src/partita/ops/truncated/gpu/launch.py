@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,14 @@ from ....primitives.gpu.row_plan import (
     with_output,
 )
 from ....runtime.launch import launch, next_power_of_2, tl_acc_dtype
-from ..common import Rules, TruncatedKernels, TruncatedRows, TruncatedSums, truncated_fake
+from ..common import (
+    Rules,
+    TruncatedGrads,
+    TruncatedKernels,
+    TruncatedRows,
+    TruncatedSums,
+    truncated_fake,
+)
 from .kernels import SamplerRules, truncated_stats_backward_kernel, truncated_stats_kernel
 
 WHOLE_ROW = 4096  # classes of a row that is one tile
@@ -110,18 +116,14 @@ def truncated_stats(
 
 
 def truncated_stats_backward(
-    grad_logprob: Tensor,
-    grad_logsumexp: Tensor | None,
-    grad_kept: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: TruncatedGrads,
     logits: Tensor,
     rows: TruncatedSums,
     keeps_target: bool,
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
-    """Compute the gradient of the logits from the rows' statistics; a gradient of None is zero."""
-    grads = (grad_logprob, grad_logsumexp, grad_kept, grad_entropy)
+    """Compute the gradient of the logits from those of the rows' statistics."""
     options = (grads, rows, logits.shape[-1], keeps_target, softcap, ignore_index)
 
     def run(view: RowView) -> None:
@@ -141,7 +143,7 @@ def truncated_gradient(logits: Tensor, *args: Any) -> None:
 def _write_gradient(
     view: RowView,
     first: int,
-    grads: Sequence[Tensor | None],
+    grads: TruncatedGrads,
     rows: TruncatedSums,
     classes: int,
     keeps_target: bool,

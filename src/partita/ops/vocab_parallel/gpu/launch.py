@@ -19,6 +19,8 @@ from ...linear_heads.common import (
     GradientCoefficients,
     RowOptions,
     RowStatistics,
+    StatisticsGrads,
+    empty_coefficients,
     empty_statistics,
 )
 from ...linear_heads.gpu.launch import KERNELS
@@ -69,51 +71,43 @@ def parallel_fields(
 
 def parallel_coefficients(
     target: Tensor,
-    grad_nll: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    grad_smoothing: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: StatisticsGrads,
     class_weight: Tensor | None,
     entropies: Tensor,
     classes: int,
     temperature: float,
     ignore_index: int,
-) -> tuple[Tensor, ...]:
+) -> GradientCoefficients:
     """Return the coefficients of each row's gradient from the gradients of its statistics."""
-    M = len(target)
-    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
-    like = next(grad for grad in grads if grad is not None)
-    total_weight = None
-    if class_weight is not None and grad_smoothing is not None:
-        total_weight = class_weight.sum(dtype=like.dtype)
-    dlogits_coef, label_coef = like.new_empty(M), like.new_empty(M)
-    log_coef = like.new_empty(M if grad_entropy is not None else 0)
-    smoothing_coef = like.new_empty(M if grad_smoothing is not None else 0)
+    M, total_weight = len(target), None
+    nll, logsumexp, smoothing, entropy = (g if g is None else g.contiguous() for g in grads)
+    results = empty_coefficients(M, grads)
+    dtype = results.dlogits_coef.dtype
+    if class_weight is not None and smoothing is not None:
+        total_weight = class_weight.sum(dtype=dtype)
     launch(
         parallel_coefficients_kernel,
         cdiv(M, 128),
         target_ptr=target.contiguous(),
-        grad_nll_ptr=None if grad_nll is None else grad_nll.contiguous(),
-        grad_logsumexp_ptr=None if grad_logsumexp is None else grad_logsumexp.contiguous(),
-        grad_smoothing_ptr=None if grad_smoothing is None else grad_smoothing.contiguous(),
-        grad_entropy_ptr=None if grad_entropy is None else grad_entropy.contiguous(),
-        entropy_ptr=None if grad_entropy is None else entropies,
+        grad_nll_ptr=nll,
+        grad_logsumexp_ptr=logsumexp,
+        grad_smoothing_ptr=smoothing,
+        grad_entropy_ptr=entropy,
+        entropy_ptr=None if entropy is None else entropies,
         total_weight_ptr=total_weight,
-        coefficients=GradientCoefficients(
-            dlogits_coef,
-            label_coef,
-            None if grad_entropy is None else log_coef,
-            None if grad_smoothing is None else smoothing_coef,
+        coefficients=results._replace(
+            log_coef=None if entropy is None else results.log_coef,
+            smoothing_coef=None if smoothing is None else results.smoothing_coef,
         ),
         M=M,
         V=classes,
         ignore_index=ignore_index,
         temperature=temperature,
-        ACC_DTYPE=tl_acc_dtype(like.dtype),
+        ACC_DTYPE=tl_acc_dtype(dtype),
         BLOCK=128,
         num_warps=4,
     )
-    return dlogits_coef, label_coef, log_coef, smoothing_coef
+    return results
 
 
 def parallel_one_pass(
