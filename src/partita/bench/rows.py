@@ -154,7 +154,7 @@ class RowsCase(Case):
     rows: int
     columns: int
 
-    sizes = ("rows", "columns")
+    sizes: ClassVar[tuple[str, ...]] = ("rows", "columns")
     unit = "ulp"
     scale: ClassVar[Scale] = "element"  # of the errors of results, as in `ulp_error`
     grad_scale: ClassVar[Scale] = -1
