@@ -5,7 +5,9 @@ from __future__ import annotations
 from .ops.vocab_parallel.api import cross_entropy, linear_cross_entropy, token_stats
 from .ops.vocab_parallel.balanced import balanced
 from .ops.vocab_parallel.divergence import (
+    distillation_loss,
     divergence,
+    linear_distillation_loss,
     linear_divergence,
     linear_logprobs,
     logprobs,
@@ -15,8 +17,10 @@ from .ops.vocab_parallel.support import linear_support_stats, support_stats
 __all__ = [
     "balanced",
     "cross_entropy",
+    "distillation_loss",
     "divergence",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_divergence",
     "linear_logprobs",
     "linear_support_stats",

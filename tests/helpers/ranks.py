@@ -12,6 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from helpers.rank_catalogue import check_catalogue
+from helpers.rank_distillation import (
+    check_bad_distillation,
+    check_distillation,
+    check_rows_without_terms,
+)
 from helpers.rank_dtensors import (
     check_arguments_with_a_dtensor,
     check_dtensor,
@@ -66,6 +71,9 @@ CHECKS = (
     check_pipeline,
     check_invalid_supports,
     check_bits_of_supports,
+    check_distillation,
+    check_rows_without_terms,
+    check_bad_distillation,
 )
 
 

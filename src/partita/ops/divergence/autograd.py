@@ -35,6 +35,11 @@ def divergence_fake(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(empty_rows(logits, TermOptions(*args[2:12])))
 
 
+def _state_fake(logits: Tensor, *args: Any) -> Tensor:
+    exchanged = TermOptions(*args[3:13]).exchanged
+    return logits.new_empty(len(logits), sum(exchanged), dtype=acc_dtype(logits.dtype))
+
+
 def _check_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, logits.shape[-1], ignore_index)
@@ -63,13 +68,10 @@ divergence_one_pass_op = define_op(
         torch.empty_like(logits),
     ),
 )
-divergence_state_op = define_op(
-    reference.DIVERGENCE_KERNELS.divergence_state,
-    lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
-)
+divergence_state_op = define_op(reference.DIVERGENCE_KERNELS.divergence_state, _state_fake)
 divergence_mixture_op = define_op(
     reference.DIVERGENCE_KERNELS.divergence_mixture,
-    lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
+    lambda logits, maximum, jsd, tv: maximum.new_empty(len(logits), 2 * (jsd + tv)),
 )
 divergence_local_gradient_op = define_op(
     reference.divergence_local_gradient, lambda logits: torch.empty_like(logits)
