@@ -100,7 +100,8 @@ def check_distillation(device: torch.device) -> None:
 
 def check_rows_without_terms(device: torch.device) -> None:
     """Rows that do not count hold NaN and change nothing. Classes without probability are 0."""
-    target, sizes = labels(device), shard_sizes(dist.get_world_size())[1]
+    world, target = dist.get_world_size(), labels(device)
+    sizes = shard_sizes(world)[1]
     x, t = logits_of_pair(device, torch.float32)
     mask = torch.arange(TOKENS, device=device) % 4 != 1
     clean = x.clone(), t.clone()
@@ -121,8 +122,18 @@ def check_rows_without_terms(device: torch.device) -> None:
     x, t = clean
     target, finite = target.clamp(min=1), {"hard": 1.0, "kl": 1.0, "jsd": 1.0, "tv": 1.0}
     x[:, 0], t[:, :20] = -torch.inf, -torch.inf
-    for sizes in shard_sizes(dist.get_world_size()):
+    for sizes in shard_sizes(world):
         compare(x, t, target, sizes, weights=finite, reduction="none")
+    x, t = logits_of_pair(device, torch.float32)
+    x[:, :3], t[:, :3] = -3000, -torch.inf  # a shard of a probability that underflows
+    compare(
+        x,
+        t,
+        target,
+        (3, CLASSES - 3, *(0,) * (world - 2)),
+        weights={"reverse_kl": 1.0},
+        reduction="none",
+    )
 
 
 def check_bad_distillation(device: torch.device) -> None:
