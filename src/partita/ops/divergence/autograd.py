@@ -71,7 +71,7 @@ divergence_one_pass_op = define_op(
 divergence_state_op = define_op(reference.DIVERGENCE_KERNELS.divergence_state, _state_fake)
 divergence_mixture_op = define_op(
     reference.DIVERGENCE_KERNELS.divergence_mixture,
-    lambda logits, maximum, jsd, tv: maximum.new_empty(len(logits), 2 * (jsd + tv)),
+    lambda logits, maximum, jsd, tv: maximum.new_empty(2, len(logits), jsd + tv),
 )
 divergence_local_gradient_op = define_op(
     reference.divergence_local_gradient, lambda logits: torch.empty_like(logits)

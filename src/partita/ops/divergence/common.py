@@ -260,7 +260,6 @@ class DivergenceKernels(NamedTuple):
         The bits of the arg-max are those of an integer.
         """
         rows, sums = state = empty_state(empty_rows(logits, options), options)
-        found = Exchanged(*(torch.full_like(rows.maximum, value) for value in NO_CLASSES))
         if logits.shape[1]:
             labels = None if target is None else target.long() - first
             self.accumulate(logits, teacher_logits, labels, state, 0, logits.shape[1], options)
@@ -268,6 +267,8 @@ class DivergenceKernels(NamedTuple):
             argmax = (rows.argmax + first).to(integer_dtype(dtype)).view(dtype)
             plain = columns(rows.means, options.means).plain
             found = Exchanged(*rows[1:5], *sums, plain, argmax)
+        else:
+            found = Exchanged(*(torch.full_like(rows.maximum, value) for value in NO_CLASSES))
         pairs = zip(found, options.exchanged, strict=True)
         return packed([each for each, is_needed in pairs if is_needed], rows.maximum)
 
@@ -281,20 +282,20 @@ class DivergenceKernels(NamedTuple):
         teacher_sumexp: Tensor,
         options: TermOptions,
     ) -> Tensor:
-        """Return the terms and then the means of these classes that need both normalisers, packed.
+        """Return the terms and the means of these classes that need both normalisers, `[2, M, N]`.
 
         The maxima and sums are those of all classes.
         """
         options = options.mixed
-        if not logits.shape[1]:
-            return maximum.new_zeros(len(logits), 2 * sum(options.terms))
-        terms, *_, means, argmax = empty_rows(logits, options)
-        sums = (maximum, sumexp, teacher_maximum, teacher_sumexp)
-        rows = DivergenceRows(terms, *(each.contiguous() for each in sums), means, argmax)
-        state = DivergenceState(rows, Sums(None, None, None))
-        self.accumulate_mixture(logits, teacher_logits, state, 0, options)
-        found = (*unpacked(terms, options.terms), *unpacked(means, options.means))
-        return packed(found, maximum)
+        result = maximum.new_zeros(2, len(logits), sum(options.terms))
+        if logits.shape[1]:
+            terms, means = result.squeeze(-1) if result.shape[2] == 1 else result
+            statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
+            sums = (each.contiguous() for each in statistics)
+            rows = DivergenceRows._make((terms, *sums, means, terms))
+            state = DivergenceState(rows, Sums(None, None, None))
+            self.accumulate_mixture(logits, teacher_logits, state, 0, options)
+        return result
 
 
 def origin_of_sums(maximum: Tensor, temperature: float, in_kernels: bool) -> Tensor:

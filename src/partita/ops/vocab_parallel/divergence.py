@@ -168,9 +168,9 @@ class ParallelDivergence(torch.autograd.Function):
         terms, sums, means, argmax = merged
         if options.is_mixed:
             found = divergence_mixture_op(logits, teacher_logits, *sums, *of_call)
-            both = sum_in_rank_order(gather_ranks(found, shard)).unbind(-1)
-            both = [each.clone() for each in both]
-            terms, means = terms + both[: len(both) // 2], means + both[len(both) // 2 :]
+            both = sum_in_rank_order(gather_ranks(found, shard))
+            terms += [each.clone() for each in both[0].unbind(-1)]
+            means += [each.clone() for each in both[1].unbind(-1)]
         return packed(terms, sums[0]), *sums, packed(means, sums[0]), argmax
 
     @staticmethod
@@ -293,7 +293,7 @@ def divergence(
 ) -> Tensor:
     """Compute `partita.divergence` of logits whose classes lie on several ranks.
 
-    The ranks exchange five numbers of each row, and two more for a beta between 0 and 1.
+    The ranks exchange five numbers of each row, or four and then two for a beta between 0 and 1.
 
     Args:
         logits: this rank's logits of the student, `[..., C_local]`; may be -inf.
@@ -353,10 +353,10 @@ def distillation_loss(
         target: labels among all classes `[...]`, the same on all ranks; the term `hard` needs them.
         weights: as in `partita.distillation_loss`, the same on all ranks.
         group, classes: as in `partita.parallel.cross_entropy`.
-        beta, temperature, scale_by_temperature_squared, softcap, ignore_index, reduction: as in
-            `partita.distillation_loss`.
-        teacher_classes: None. A student with a part of the vocabulary gets logits of the teacher
-            that the caller has selected.
+        beta, temperature, scale_by_temperature_squared: as in `partita.distillation_loss`.
+        softcap, ignore_index, reduction: as in `partita.distillation_loss`.
+        teacher_classes: refused, unlike the `[C]` of `partita.distillation_loss`. A student with a
+            part of the vocabulary needs `teacher_logits` that the caller has selected.
         mask: as in `partita.distillation_loss`, the same on all ranks.
 
     Returns:
@@ -419,9 +419,9 @@ def _rows_of_logits(
     options: TermOptions,
 ) -> DivergenceRows:
     """Return the terms of rows `[..., C_local]`, fields `[...]`."""
-    flat = (each[None].flatten(0, -2) for each in (logits, teacher_logits))
+    x, t = logits[None].flatten(0, -2), teacher_logits[None].flatten(0, -2)
     labels = target.reshape(-1) if options.hard and target is not None else None
-    rows = _terms_of_rows(*flat, labels, shard, options)
+    rows = _terms_of_rows(x, t, labels, shard, options)
     return DivergenceRows(*(without_padding(field, logits.shape[:-1], False) for field in rows))
 
 
@@ -531,10 +531,12 @@ def linear_distillation_loss(
         linear_weight: this rank's rows of the student's matrix, `[C_local, H]`.
         teacher_input: the teacher's hidden states `[..., K]`, the same on all ranks.
         teacher_weight: this rank's rows of the teacher's matrix, `[C_local, K]`.
+        target, weights: as in `partita.parallel.distillation_loss`.
         linear_bias, teacher_bias: this rank's `[C_local]`.
         group, classes: as in `partita.parallel.cross_entropy`.
-        target, weights, beta, temperature, scale_by_temperature_squared, softcap, teacher_classes,
-            ignore_index, mask, reduction: as in `partita.parallel.distillation_loss`.
+        beta, temperature, scale_by_temperature_squared: as in `partita.distillation_loss`.
+        softcap, ignore_index, reduction: as in `partita.distillation_loss`.
+        teacher_classes, mask: as in `partita.parallel.distillation_loss`.
         logits_dtype: as in `partita.linear_distillation_loss`.
         low_rank: as in `partita.parallel.linear_cross_entropy`, for the student's head.
 
