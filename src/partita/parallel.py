@@ -6,7 +6,9 @@ from .ops.vocab_parallel.api import cross_entropy, linear_cross_entropy, token_s
 from .ops.vocab_parallel.balanced import balanced
 from .ops.vocab_parallel.contrastive import contrastive_loss
 from .ops.vocab_parallel.divergence import (
+    distillation_loss,
     divergence,
+    linear_distillation_loss,
     linear_divergence,
     linear_logprobs,
     logprobs,
@@ -17,8 +19,10 @@ __all__ = [
     "balanced",
     "contrastive_loss",
     "cross_entropy",
+    "distillation_loss",
     "divergence",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_divergence",
     "linear_logprobs",
     "linear_support_stats",

@@ -85,12 +85,14 @@ def check_catalogue(device: torch.device) -> None:
                     local, dims = shard(sample, sizes)
                     results = local.run(classes=CLASSES if i == 0 else sizes)
                     for found, expected in zip(results, truth, strict=True):
-                        assert_close(found, expected, sample.inputs.get("logits_dtype", dtype))
+                        if found.is_floating_point() or dtype == torch.float32:
+                            # Classes that differ in fp64 may tie in bf16.
+                            assert_close(found, expected, sample.inputs.get("logits_dtype", dtype))
                         assert_same_on_all_ranks(found.detach())
                     for part, found in local.gradients(results).items():
-                        expected = gradients[part]
+                        full = expected = gradients[part]
                         if part in dims:
-                            expected = local_shard(expected, sizes, dims[part])
+                            expected = local_shard(full, sizes, dims[part])
                         else:
                             assert_same_on_all_ranks(found)
-                        assert_close(found, expected, dtype)
+                        assert_close(found, expected, dtype, full)

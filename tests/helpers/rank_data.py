@@ -47,11 +47,17 @@ def assert_same_on_all_ranks(tensor: Tensor, group: dist.ProcessGroup | None = N
         assert torch.equal(other.nan_to_num(7.0), found[0].nan_to_num(7.0))
 
 
-def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Compare a result in `dtype` with one in fp64."""
+def assert_close(
+    found: Tensor,
+    expected: Tensor,
+    dtype: torch.dtype = torch.float32,
+    whole: Tensor | None = None,
+) -> None:
+    """Compare a result in `dtype` with one in fp64, which may be a part of a whole."""
     tolerances = {"rtol": 2e-5, "atol": 2e-6}
     if dtype == torch.bfloat16:  # 5 units in the last place of the greatest element
-        greatest = float(expected.double().nan_to_num().abs().max()) if expected.numel() else 0.0
+        whole = expected if whole is None else whole
+        greatest = float(whole.double().nan_to_num().abs().max()) if whole.numel() else 0.0
         tolerances = {"rtol": 0.0, "atol": 0.02 * greatest}
     torch.testing.assert_close(found.double(), expected.double(), equal_nan=True, **tolerances)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
+from helpers.distillation import WEIGHTS
 from helpers.rank_data import (
     CLASSES,
     HIDDEN,
@@ -22,6 +23,7 @@ from helpers.rank_data import (
     shard_sizes,
     upstream,
 )
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import partita
@@ -189,15 +191,22 @@ def check_compile(device: torch.device) -> None:
     world = dist.get_world_size()
     local = normal(TOKENS, 5, device=device, seed=dist.get_rank())
     target = torch.arange(TOKENS, device=device) % (5 * world)
-    f = lambda x: parallel.cross_entropy(x, target, label_smoothing=0.1)  # noqa: E731
-    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
-        found = []
-        for function in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
-            x = local.clone().requires_grad_()
-            loss = function(x)
-            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
-    for a, b in zip(*found, strict=True):
-        assert_close(a, b)
+
+    def cross_entropy(x: Tensor) -> Tensor:
+        return parallel.cross_entropy(x, target, label_smoothing=0.1)
+
+    def distillation(x: Tensor) -> Tensor:
+        return parallel.distillation_loss(x, local.flip(1), target, weights=WEIGHTS).loss
+
+    for f in (cross_entropy, distillation):
+        with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+            found = []
+            for function in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+                x = local.clone().requires_grad_()
+                loss = function(x)
+                found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+        for a, b in zip(*found, strict=True):
+            assert_close(a, b)
 
 
 def check_plain_collectives(device: torch.device) -> None:

@@ -12,6 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from helpers.rank_catalogue import check_catalogue
+from helpers.rank_distillation import (
+    check_bad_distillation,
+    check_distillation,
+    check_rows_without_terms,
+)
 from helpers.rank_dtensors import (
     check_arguments_with_a_dtensor,
     check_dtensor,
@@ -78,6 +83,9 @@ CHECKS = (
     check_pairs_beside_hard_negatives,
     check_compiled_and_frozen_pairs,
     check_refused_pairs,
+    check_distillation,
+    check_rows_without_terms,
+    check_bad_distillation,
 )
 
 

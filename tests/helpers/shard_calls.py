@@ -16,10 +16,12 @@ _OPTIONS = {
     "support_stats": ("temperature and softcap", "many ids"),
     "logprobs": ("temperature and softcap",),
     "divergence": tuple(rows.SOFT),
+    "distillation_loss": tuple(rows.DISTILLATION),
     "linear_cross_entropy": ("mean", "bias, all options", "lean", "fp32 logits", *LOW_RANK),
     "linear_support_stats": ("many ids", "bias, all options, lean", *LOW_RANK),
     "linear_logprobs": ("fp32 logits", "low rank"),
     "linear_divergence": (*rows.SOFT, "fp32 logits", "low rank"),
+    "linear_distillation_loss": (*rows.DISTILLATION, "low rank, mean"),
 }
 _WHOLE = {call.name: call for call in (*rows.CALLS, *heads.CALLS)}
 

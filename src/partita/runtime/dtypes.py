@@ -13,6 +13,11 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def integer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the integer dtype with the size of an accumulator's dtype."""
+    return torch.int64 if dtype == torch.float64 else torch.int32
+
+
 def fp32_result(logits: torch.Tensor) -> AbstractContextManager[Any]:
     """Return a context in which logits of half types give a loss in fp32."""
     kind = logits.device.type

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import partita
 from partita import parallel
+from partita.ops.divergence.common import TermOptions
 from partita.ops.linear_heads.common import RowOptions
 from partita.ops.vocab_parallel import reference
 from partita.ops.vocab_parallel.common import packed_size
@@ -86,12 +87,15 @@ def test_merged_rows_have_bits_of_their_own(dtype: torch.dtype) -> None:
     gathered = draw.scores(8, packed_size(True, True), 33).detach()
     gathered[:, 1] = gathered[:, 1].exp()
     gathered[:, 3], gathered[:, 6] = 10, 8.3  # classes of a rank, and the sum of their weights
+    distillation = TermOptions(*[True] * 6, 0.5, 0.7, 0.0, -100)
     target = draw.labels(0, 80, 33)
 
     def merged(rows: slice) -> tuple[Tensor, ...]:
         part, place = gathered[..., rows].contiguous(), (80, 0, 0)
         fields = reference.parallel_fields(part, target[rows], *place, options)
-        return *fields, *merged_rows(part[:, :5], 0.0, 0.7), *merged_rows(part[:, :5], 1.0, 0.7)
+        states = part[:, : sum(distillation.exchanged)].movedim(1, -1)
+        terms, sums, means, argmax = merged_rows(states, target[rows], 80, distillation, True)
+        return *fields, *terms, *sums, *means, argmax
 
     together = merged(slice(33))
     for size in (1, 2, 7):

@@ -31,6 +31,10 @@ from .common import (
 ROUNDING_ERRORS = 8
 
 
+def _state_fake(logits: Tensor, options: TermOptions) -> Tensor:
+    return logits.new_empty(len(logits), sum(options.exchanged), dtype=acc_dtype(logits.dtype))
+
+
 def _check_labels(logits: Tensor, target: Tensor | None, ignore_index: int) -> None:
     if target is not None:
         checks.labels("target", target, logits.shape[-1], ignore_index)
@@ -59,13 +63,10 @@ divergence_one_pass_op = define_op(
         torch.empty_like(logits),
     ),
 )
-divergence_state_op = define_op(
-    reference.DIVERGENCE_KERNELS.divergence_state,
-    lambda logits: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
-)
+divergence_state_op = define_op(reference.DIVERGENCE_KERNELS.divergence_state, _state_fake)
 divergence_mixture_op = define_op(
     reference.DIVERGENCE_KERNELS.divergence_mixture,
-    lambda logits, maximum: maximum.new_empty(2, logits.shape[0]),
+    lambda logits, maximum, jsd, tv: maximum.new_empty(2, len(logits), jsd + tv),
 )
 divergence_local_gradient_op = define_op(
     reference.divergence_local_gradient, lambda logits: torch.empty_like(logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift
 from ...runtime import checks
-from ...runtime.dtypes import acc_dtype
+from ...runtime.dtypes import acc_dtype, integer_dtype
 from ...runtime.sizes import larger
 from ..cross_entropy.api import TokenStats
+from ..cross_entropy.common import valid_targets
 from ..logprobs.common import TopK, check_ids
 
 IGNORED = checks.NOTHING_IGNORED  # the id of a teacher's class in rows that do not count
@@ -69,6 +71,26 @@ class Sums(NamedTuple):
     label: Any
 
 
+class Exchanged(NamedTuple):
+    """Something for each number of a row that ranks exchange, which have its classes together.
+
+    The first four are as in `DivergenceRows`, and `plain` is as in `Means`.
+    """
+
+    maximum: Any
+    sumexp: Any
+    teacher_maximum: Any
+    teacher_sumexp: Any
+    forward: Any
+    reverse: Any
+    label: Any
+    plain: Any
+    argmax: Any
+
+
+NO_CLASSES = Exchanged(-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf, 0.0, 0.0)
+
+
 class TermOptions(NamedTuple):
     """The options of the terms of rows.
 
@@ -108,9 +130,19 @@ class TermOptions(NamedTuple):
         return Sums(self.kl, self.reverse_kl, self.hard)
 
     @property
+    def exchanged(self) -> Exchanged:
+        """Return which numbers of their classes ranks exchange first."""
+        return Exchanged(True, True, True, True, *self.sums, self.means.plain, self.best)
+
+    @property
     def is_mixed(self) -> bool:
         """Return whether a term needs the normalisers of both rows first."""
         return self.jsd or self.tv
+
+    @property
+    def mixed(self) -> TermOptions:
+        """Return the options of the terms that need the normalisers of both rows first."""
+        return TermOptions(False, False, False, self.jsd, self.tv, False, *self[6:])
 
 
 def divergence_options(beta: float, temperature: float, softcap: float) -> TermOptions:
@@ -119,7 +151,7 @@ def divergence_options(beta: float, temperature: float, softcap: float) -> TermO
     return TermOptions(*named, beta, temperature, softcap, IGNORED)
 
 
-Named = TypeVar("Named", Terms, Means)
+Named = TypeVar("Named", Terms, Means, Exchanged)
 
 
 def packed(fields: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -206,20 +238,29 @@ class DivergenceKernels(NamedTuple):
     gradient: Callable[..., None]
 
     def divergence_state(
-        self, logits: Tensor, teacher_logits: Tensor, options: TermOptions
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor | None,
+        first: int,
+        options: TermOptions,
     ) -> Tensor:
-        """Return what ranks exchange of some classes of both rows, `[M, C]` each.
+        """Return the packed `Exchanged` of the classes of a rank, from `first` on, `[M, C]` each.
 
-        That is `[5, M]`: both maxima and sums, and the sum of `Sums` that the KL needs, or 0.
+        The bits of the arg-max are those of an integer.
         """
-        if not logits.shape[1]:
-            result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
-            result[:3:2] = -torch.inf
-            return result
         rows, sums = state = empty_state(empty_rows(logits, options), options)
-        self.accumulate(logits, teacher_logits, None, state, 0, logits.shape[1], options)
-        weighted = [each for each in sums if each is not None] or [torch.zeros_like(rows.sumexp)]
-        return torch.stack([*rows[1:5], *weighted])
+        if logits.shape[1]:
+            labels = None if target is None else target.long() - first
+            self.accumulate(logits, teacher_logits, labels, state, 0, logits.shape[1], options)
+            dtype = rows.maximum.dtype
+            argmax = (rows.argmax + first).to(integer_dtype(dtype)).view(dtype)
+            plain = columns(rows.means, options.means).plain
+            found = Exchanged(*rows[1:5], *sums, plain, argmax)
+        else:
+            found = Exchanged(*(torch.full_like(rows.maximum, value) for value in NO_CLASSES))
+        pairs = zip(found, options.exchanged, strict=True)
+        return packed([each for each, is_needed in pairs if is_needed], rows.maximum)
 
     def divergence_mixture(
         self,
@@ -231,19 +272,41 @@ class DivergenceKernels(NamedTuple):
         teacher_sumexp: Tensor,
         options: TermOptions,
     ) -> Tensor:
-        """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
+        """Return the terms and the means of these classes that need both normalisers, `[2, M, N]`.
 
         The maxima and sums are those of all classes.
         """
-        result = maximum.new_zeros(2, len(logits))
-        statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
+        options = options.mixed
+        result = maximum.new_zeros(2, len(logits), sum(options.terms))
         if logits.shape[1]:
-            loss, student = result
+            terms, means = result.squeeze(-1) if result.shape[2] == 1 else result
+            statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
             sums = (each.contiguous() for each in statistics)
-            rows = DivergenceRows._make((loss, *sums, student, loss))
+            rows = DivergenceRows._make((terms, *sums, means, terms))
             state = DivergenceState(rows, Sums(None, None, None))
             self.accumulate_mixture(logits, teacher_logits, state, 0, options)
         return result
+
+
+def origin_of_sums(maximum: Tensor, temperature: float, in_kernels: bool) -> Tensor:
+    """Return the logit that the exponentials of a row are relative to, in fp64.
+
+    It is the maximum, whose product with log2(e) / temperature is rounded in kernels.
+    """
+    origin = finite_shift(maximum)
+    if not in_kernels:
+        return origin.double()
+    scale = torch.full_like(origin, temperature).reciprocal() * math.log2(math.e)
+    return (origin * scale).double() / scale.double()
+
+
+def label_loss(
+    target: Tensor, label: Tensor, maximum: Tensor, plain: Tensor, classes: int, ignored: int
+) -> Tensor:
+    """Return the cross-entropy of each row, given the logit of its label."""
+    _, valid, invalid = valid_targets(target, classes, ignored)
+    nll = plain.log() + (finite_shift(maximum) - label)
+    return torch.where(valid, nll, 0) + torch.where(invalid, torch.nan, 0.0).to(plain.dtype)
 
 
 def in_common_precision(logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ from .common import (
     columns,
     counts,
     divergence_options,
+    label_loss,
     packed,
     unpacked,
 )
@@ -76,15 +77,6 @@ def log_ratio(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
     logp = torch.where(is_zero, 0, logp)
     other = teacher_logp if beta == 1 else log_mixture(logp, teacher_logp, beta)
     return torch.where(is_zero, 0, logp - other)
-
-
-def label_loss(
-    target: Tensor, label: Tensor, maximum: Tensor, plain: Tensor, classes: int, ignored: int
-) -> Tensor:
-    """Return the cross-entropy of each row, given the logit of its label."""
-    _, valid, invalid = valid_targets(target, classes, ignored)
-    nll = plain.log() + (finite_shift(maximum) - label)
-    return torch.where(valid, nll, 0) + torch.where(invalid, torch.nan, 0.0).to(plain.dtype)
 
 
 def label_logit(x: Tensor, target: Tensor, first: int) -> Tensor:
@@ -423,10 +415,15 @@ def divergence_local_gradient(
     teacher_logits: Tensor,
     target: Tensor | None,
     rows: DivergenceRows,
+    first: int,
+    classes: int,
     options: TermOptions,
 ) -> Tensor:
-    """Compute the gradient of some classes' logits from the statistics of all classes."""
+    """Compute the gradient of the logits of the classes from `first` on, of `classes` in all.
+
+    The terms and statistics are those of all classes.
+    """
     result = torch.empty_like(logits)
-    place = (0, logits.shape[1], options, result)
+    place = (first, classes, options, result)
     write_gradient(grad, logits, teacher_logits, target, rows, *place)
     return result

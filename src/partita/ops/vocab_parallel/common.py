@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.checks import NOTHING_IGNORED
-from ...runtime.dtypes import acc_dtype
+from ...runtime.dtypes import acc_dtype, integer_dtype
 from ..linear_heads.common import (
     GradientCoefficients,
     Head,
@@ -24,11 +24,6 @@ from ..linear_heads.common import (
 def packed_size(needs_smoothing: bool, needs_entropy: bool) -> int:
     """Return how many numbers of each row a rank sends."""
     return 4 + 3 * needs_smoothing + 2 * needs_entropy
-
-
-def integer_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the integer dtype with the size of an accumulator's dtype."""
-    return torch.int64 if dtype == torch.float64 else torch.int32
 
 
 def pack_state(

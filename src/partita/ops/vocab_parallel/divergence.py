@@ -1,4 +1,4 @@
-"""Divergences and log-probabilities of rows whose classes lie on several ranks.
+"""Distillation losses and log-probabilities of rows whose classes lie on several ranks.
 
 Each rank computes the state of its classes. The states are gathered, and every rank merges them in
 rank order into the same statistics, bit for bit. The upstream gradient is assumed to be equal on
@@ -7,7 +7,8 @@ all ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift
 from ...runtime import checks
-from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
+from ...runtime.backend import current_backend, resolve
+from ...runtime.dtypes import acc_dtype, integer_dtype
 from ...runtime.invariance import is_batch_invariant
 from ..divergence.autograd import (
     divergence_local_gradient_op,
@@ -24,14 +25,23 @@ from ..divergence.autograd import (
     divergence_state_op,
 )
 from ..divergence.common import (
+    Distillation,
+    DivergenceRows,
+    Objective,
+    TermOptions,
     check_options,
+    checked_objective,
+    columns,
     divergence_options,
     in_common_precision,
-    reduced,
+    label_loss,
+    origin_of_sums,
+    packed,
 )
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
 from ..linear_heads.low_rank import LowRank, with_low_rank
+from ..linear_heads.products import without_padding
 from ..logprobs.common import check_ids
 from .autograd import (
     merged_statistics,
@@ -52,75 +62,133 @@ from .shard import (
     wait_for,
 )
 
-__all__ = ["divergence", "linear_divergence", "linear_logprobs", "logprobs"]
+__all__ = [
+    "distillation_loss",
+    "divergence",
+    "linear_distillation_loss",
+    "linear_divergence",
+    "linear_logprobs",
+    "logprobs",
+]
 
 NO_LABEL = -1
 
 
-def merged_rows(gathered: Tensor, beta: float, temperature: float) -> tuple[Tensor, ...]:
-    """Return the `DivergenceRows` from the states of all ranks, `[ranks, 5, M]`."""
-    maximum, sumexp, teacher_maximum, teacher_sumexp, weighted = gathered.double().unbind(1)
-    first, second = (maximum, sumexp), (teacher_maximum, teacher_sumexp)
-    if beta == 0:
-        first, second = second, first
-    maxima, sums, scales, moved = [], [], [], []
-    for of_ranks, sum_of_ranks in (first, second):
-        maxima.append(of_ranks.amax(0))
-        shift = finite_shift(maxima[-1])
-        scales.append(((of_ranks - shift) / temperature).exp())
-        sums.append(sum_in_rank_order(sum_of_ranks * scales[-1]))
-        moved.append(finite_shift(of_ranks) - shift)
-    relative = scales[0] * (weighted + first[1] * (moved[0] - moved[1]))
-    total = sum_in_rank_order(torch.where(scales[0] == 0, 0, relative))
-    kl = total / sums[0] / temperature + (sums[1] / sums[0]).log()
-    pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
-    student, teacher = pairs if beta else pairs[::-1]
-    fields = (field.to(gathered.dtype) for field in (kl, *student, *teacher))
-    nothing = gathered.new_empty(len(kl), 0)
-    return *fields, nothing, nothing.long()
+class MergedSums(NamedTuple):
+    """Maximum and sum of exponentials of the rows of a model, in fp64.
+
+    Fields:
+        maximum, sumexp: those of all classes, `[M]`.
+        origin: what all exponentials are relative to, `[M]`.
+        of_ranks: the sums of each rank, `[ranks, M]`.
+        scales: the factors that make them relative to `origin`, `[ranks, M]`.
+        moved: by how much the origins of the ranks lie above `origin`, `[ranks, M]`.
+    """
+
+    maximum: Tensor
+    sumexp: Tensor
+    origin: Tensor
+    of_ranks: Tensor
+    scales: Tensor
+    moved: Tensor
+
+    @classmethod
+    def of(
+        cls, maxima: Tensor, of_ranks: Tensor, temperature: float, in_kernels: bool
+    ) -> MergedSums:
+        """Return the merged sums of the ranks' maxima and sums, `[ranks, M]`."""
+        maximum, of_ranks = maxima.amax(0), of_ranks.double()
+        origin = origin_of_sums(maximum, temperature, in_kernels)
+        moved = origin_of_sums(maxima, temperature, in_kernels) - origin
+        scales = torch.where(maxima == -torch.inf, 0, (moved / temperature).exp())
+        sumexp = sum_in_rank_order(of_ranks * scales)
+        return cls(maximum.double(), sumexp, origin, of_ranks, scales, moved)
+
+
+def merged_rows(
+    gathered: Tensor, target: Tensor | None, classes: int, options: TermOptions, in_kernels: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Return terms, maxima and sums, means and arg-max from the states of all ranks.
+
+    The states are packed `Exchanged`, `[ranks, M, N]`. The terms and means that need the
+    normalisers of both rows first are not among the results, `[M]` each.
+    """
+    found, temperature = columns(gathered, options.exchanged), options.temperature
+    numbers, dtype = (temperature, in_kernels), gathered.dtype
+    student = MergedSums.of(found.maximum, found.sumexp, *numbers)
+    teacher = MergedSums.of(found.teacher_maximum, found.teacher_sumexp, *numbers)
+    terms, means = [], []
+    if target is not None:
+        origin, plain = student.origin, student.sumexp
+        if found.plain is not None:
+            origin = finite_shift(student.maximum)
+            scales = (found.maximum.double() - origin).exp()
+            plain = sum_in_rank_order(found.plain.double() * scales)
+            means.append(plain)
+        label = found.label.amax(0).double()
+        terms.append(label_loss(target, label, origin, plain, classes, options.ignore_index))
+    for weighted, first, second in (
+        (found.forward, teacher, student),
+        (found.reverse, student, teacher),
+    ):
+        if weighted is not None:
+            apart = weighted.double() + first.of_ranks * (first.moved - second.moved)
+            relative = torch.where(first.scales == 0, 0, first.scales * apart)
+            mean = sum_in_rank_order(relative) / first.sumexp / temperature
+            terms.append(mean + (second.sumexp / first.sumexp).log())
+    argmax = gathered.new_empty(gathered.shape[1], 0, dtype=torch.int64)
+    if options.best:
+        bits = found.argmax.contiguous().view(integer_dtype(dtype)).long()
+        is_best = found.teacher_maximum == found.teacher_maximum.amax(0)
+        argmax = torch.where(is_best, bits, classes - 1).amin(0)
+    fields = (terms, [*student[:2], *teacher[:2]], means)
+    return *([each.to(dtype) for each in field] for field in fields), argmax  # type: ignore
 
 
 class ParallelDivergence(torch.autograd.Function):
     """The `DivergenceRows` of rows `[M, C_local]`, from the classes of all ranks.
 
-    The divergence is differentiable in this rank's logits of the student.
+    The terms are differentiable in this rank's logits of the student.
     """
 
     @staticmethod
     def forward(
         logits: Tensor,
         teacher_logits: Tensor,
-        beta: float,
-        temperature: float,
-        softcap: float,
+        target: Tensor | None,
+        options: TermOptions,
         shard: VocabShard,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        options = (*divergence_options(beta, temperature, softcap), backend)
-        state = divergence_state_op(logits, teacher_logits, *options)
-        terms, *sums, means, argmax = merged_rows(gather_ranks(state, shard), beta, temperature)
-        if 0 < beta < 1:
-            found = divergence_mixture_op(logits, teacher_logits, *sums, *options)
+        of_call, first = (*options, backend), shard.first_class
+        state = divergence_state_op(logits, teacher_logits, target, first, *of_call)
+        in_kernels = resolve(backend, logits.device, has_cpu=False) == "gpu"
+        of_ranks = gather_ranks(state, shard)
+        merged = merged_rows(of_ranks, target, shard.classes, options, in_kernels)
+        terms, sums, means, argmax = merged
+        if options.is_mixed:
+            found = divergence_mixture_op(logits, teacher_logits, *sums, *of_call)
             both = sum_in_rank_order(gather_ranks(found, shard))
-            terms, means = both[0].clone(), both[1].clone()
-        return terms, *sums, means, argmax
+            terms += [each.clone() for each in both[0].unbind(-1)]
+            means += [each.clone() for each in both[1].unbind(-1)]
+        return packed(terms, sums[0]), *sums, packed(means, sums[0]), argmax
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, teacher_logits, *ctx.numbers, _, ctx.backend = inputs
+        logits, teacher_logits, target, ctx.options, ctx.shard, ctx.backend = inputs
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(logits, teacher_logits, *output)
+        ctx.save_for_backward(logits, teacher_logits, target, *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        logits, teacher_logits, *rows = ctx.saved_tensors
+        logits, teacher_logits, target, *rows = ctx.saved_tensors
         if not logits.shape[1]:
-            return torch.empty_like(logits), None, None, None, None, None, None
-        options = (*divergence_options(*ctx.numbers), ctx.backend)
-        pair = (logits, teacher_logits, None)
-        dlogits = divergence_local_gradient_op(grads[0], *pair, *rows, *options)
-        return dlogits, None, None, None, None, None, None
+            return torch.empty_like(logits), None, None, None, None, None
+        place = (ctx.shard.first_class, ctx.shard.classes)
+        of_rows = (grads[0], logits, teacher_logits, target, *rows)
+        dlogits = divergence_local_gradient_op(*of_rows, *place, *ctx.options, ctx.backend)
+        return dlogits, None, None, None, None, None
 
 
 class ParallelLogprobs(torch.autograd.Function):
@@ -225,7 +293,7 @@ def divergence(
 ) -> Tensor:
     """Compute `partita.divergence` of logits whose classes lie on several ranks.
 
-    The ranks exchange five numbers of each row, and two more for a beta between 0 and 1.
+    The ranks exchange five numbers of each row, or four and then two for a beta between 0 and 1.
 
     Args:
         logits: this rank's logits of the student, `[..., C_local]`; may be -inf.
@@ -251,29 +319,124 @@ def divergence(
         tensor(0.1308)
         >>> dist.destroy_process_group()
     """
-    shard, rows = checked_rows(logits, group, classes)
+    shard = _shard_of_pair(logits, teacher_logits, group, classes)
+    check_options(beta, mask, reduction, logits, "logits")
+    options = divergence_options(float(beta), *checks.temperature_and_softcap(temperature, softcap))
+    rows = _rows_of_logits(logits, teacher_logits, None, shard, options)
+    return Objective.of_divergence(options, mask, reduction).loss(rows.terms)
+
+
+def distillation_loss(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor | None = None,
+    *,
+    weights: Mapping[str, float | Tensor],
+    group: dist.ProcessGroup | None = None,
+    classes: Classes = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    softcap: float | None = None,
+    teacher_classes: Tensor | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> Distillation:
+    """Compute `partita.distillation_loss` of logits whose classes lie on several ranks.
+
+    The ranks exchange five to nine numbers of each row, and two more for each of `jsd` and `tv`.
+
+    Args:
+        logits: this rank's logits of the student, `[..., C_local]`; may be -inf.
+        teacher_logits: this rank's logits of the teacher, of the same classes, `[..., C_local]`.
+        target: labels among all classes `[...]`, the same on all ranks; the term `hard` needs them.
+        weights: as in `partita.distillation_loss`, the same on all ranks.
+        group, classes: as in `partita.parallel.cross_entropy`.
+        beta, temperature, scale_by_temperature_squared: as in `partita.distillation_loss`.
+        softcap, ignore_index, reduction: as in `partita.distillation_loss`.
+        teacher_classes: refused, unlike the `[C]` of `partita.distillation_loss`. A student with a
+            part of the vocabulary needs `teacher_logits` that the caller has selected.
+        mask: as in `partita.distillation_loss`, the same on all ranks.
+
+    Returns:
+        `Distillation` as `partita.distillation_loss` returns it, with the same bits on every rank,
+        differentiable in this rank's `logits`. `teacher_argmax` is one of all classes.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `partita.distillation_loss`; a DTensor;
+            `teacher_classes`.
+        RuntimeError: as in `partita.parallel.divergence`.
+
+    Source: as for `partita.distillation_loss`, merged over the ranks.
+
+    Example:
+        >>> import torch, partita, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> teacher, target = torch.tensor([[1.0986, 0.0]]), torch.tensor([0])
+        >>> found = partita.parallel.distillation_loss(
+        ...     torch.zeros(1, 2), teacher, target, weights={"hard": 0.5, "kl": 0.5}
+        ... )
+        >>> found.hard, found.kl, found.loss
+        (tensor(0.6931), tensor(0.1308), tensor(0.4120))
+        >>> dist.destroy_process_group()
+    """
+    shard = _shard_of_pair(logits, teacher_logits, group, classes)
+    _refuse_teacher_classes(teacher_classes, "teacher_logits[..., ids]")
+    numbers = (ignore_index, beta, temperature, scale_by_temperature_squared, softcap)
+    of_rows = (logits, "logits", target, mask, reduction)
+    objective, options = checked_objective(weights, *of_rows, *numbers)
+    rows = _rows_of_logits(logits, teacher_logits, target, shard, options)
+    return objective.result(objective.loss(rows.terms), rows, None, options.temperature)
+
+
+def _shard_of_pair(
+    logits: Tensor, teacher_logits: Tensor, group: dist.ProcessGroup | None, classes: Classes
+) -> VocabShard:
+    """Return the shard of both logits; raise unless they fit each other."""
+    shard, _ = checked_rows(logits, group, classes)
     checks.floating("teacher_logits", teacher_logits)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
     checks.shape("teacher_logits", teacher_logits, logits.shape, "logits.shape")
-    check_options(beta, mask, reduction, logits, "logits")
-    teacher_rows = teacher_logits[None].flatten(0, -2)
-    loss = _divergences(rows, teacher_rows, shard, beta, temperature, softcap)
-    return reduced(loss.reshape(logits.shape[:-1]), mask, reduction)
+    return shard
 
 
-def _divergences(
+def _refuse_teacher_classes(teacher_classes: Tensor | None, selected: str) -> None:
+    if teacher_classes is not None:
+        raise ValueError(
+            "teacher_classes: expected None over several ranks; pass what they select, such as"
+            f" {selected} with the teacher's classes of this rank's classes"
+        )
+
+
+def _rows_of_logits(
     logits: Tensor,
     teacher_logits: Tensor,
+    target: Tensor | None,
     shard: VocabShard,
-    beta: float,
-    temperature: float,
-    softcap: float | None,
-) -> Tensor:
-    """Return the divergence of each row of logits `[M, C_local]`."""
-    numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
+    options: TermOptions,
+) -> DivergenceRows:
+    """Return the terms of rows `[..., C_local]`, fields `[...]`."""
+    x, t = logits[None].flatten(0, -2), teacher_logits[None].flatten(0, -2)
+    labels = target.reshape(-1) if options.hard and target is not None else None
+    rows = _terms_of_rows(x, t, labels, shard, options)
+    return DivergenceRows(*(without_padding(field, logits.shape[:-1], False) for field in rows))
+
+
+def _terms_of_rows(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor | None,
+    shard: VocabShard,
+    options: TermOptions,
+) -> DivergenceRows:
+    """Return the terms of each row of logits `[M, C_local]`."""
+    if target is not None:
+        checks.labels("target", target, shard.classes, options.ignore_index)
+        target = target.long()
     pair = in_common_precision(logits, teacher_logits), teacher_logits.detach()
-    result: Tensor = ParallelDivergence.apply(*pair, *numbers, shard, current_backend())[0]
-    return result
+    call = (*pair, target, options, shard, current_backend())
+    return DivergenceRows(*ParallelDivergence.apply(*call))
 
 
 def linear_divergence(
@@ -326,6 +489,105 @@ def linear_divergence(
         tensor(0.)
         >>> dist.destroy_process_group()
     """
+    heads = (input, linear_weight, teacher_input, teacher_weight, linear_bias, teacher_bias)
+    pair = _logits_of_heads(*heads, group, classes, logits_dtype, low_rank)
+    check_options(beta, mask, reduction, input, "input")
+    options = divergence_options(float(beta), *checks.temperature_and_softcap(temperature, softcap))
+    rows = _rows_of_heads(input, pair, None, options)
+    return Objective.of_divergence(options, mask, reduction).loss(rows.terms)
+
+
+def linear_distillation_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    weights: Mapping[str, float | Tensor],
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    classes: Classes = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    softcap: float | None = None,
+    teacher_classes: Tensor | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    logits_dtype: torch.dtype | None = None,
+    low_rank: LowRank | None = None,
+) -> Distillation:
+    """Compute the distillation loss of two heads whose classes lie on several ranks.
+
+    This rank's logits of all tokens are in memory, those of student and teacher.
+
+    Args:
+        input: the student's hidden states `[..., H]`, the same on all ranks.
+        linear_weight: this rank's rows of the student's matrix, `[C_local, H]`.
+        teacher_input: the teacher's hidden states `[..., K]`, the same on all ranks.
+        teacher_weight: this rank's rows of the teacher's matrix, `[C_local, K]`.
+        target, weights: as in `partita.parallel.distillation_loss`.
+        linear_bias, teacher_bias: this rank's `[C_local]`.
+        group, classes: as in `partita.parallel.cross_entropy`.
+        beta, temperature, scale_by_temperature_squared: as in `partita.distillation_loss`.
+        softcap, ignore_index, reduction: as in `partita.distillation_loss`.
+        teacher_classes, mask: as in `partita.parallel.distillation_loss`.
+        logits_dtype: as in `partita.linear_distillation_loss`.
+        low_rank: as in `partita.parallel.linear_cross_entropy`, for the student's head.
+
+    Returns:
+        `Distillation` as `partita.distillation_loss` returns it, with the same bits on every rank.
+        The gradient of the hidden states is complete on every rank.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as in
+            `partita.parallel.distillation_loss`.
+
+    Source: as for `partita.linear_distillation_loss` and `partita.parallel.cross_entropy`.
+
+    Example:
+        >>> import torch, partita, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> hidden, matrix = torch.ones(2, 1), torch.zeros(3, 1)
+        >>> teacher = hidden, torch.tensor([[1.0], [0.0], [0.0]])
+        >>> weights, target = {"hard": 0.1, "kl": 0.9}, torch.tensor([0, 2])
+        >>> found = partita.parallel.linear_distillation_loss(
+        ...     hidden, matrix, *teacher, target, weights=weights
+        ... )
+        >>> found.loss, found.kl, found.teacher_argmax
+        (tensor(0.2208), tensor(0.1233), tensor([0, 0]))
+        >>> dist.destroy_process_group()
+    """
+    _refuse_teacher_classes(teacher_classes, "teacher_weight[ids]")
+    heads = (input, linear_weight, teacher_input, teacher_weight, linear_bias, teacher_bias)
+    pair = _logits_of_heads(*heads, group, classes, logits_dtype, low_rank)
+    numbers = (ignore_index, beta, temperature, scale_by_temperature_squared, softcap)
+    of_rows = (input, "input", target, mask, reduction)
+    objective, options = checked_objective(weights, *of_rows, *numbers)
+    rows = _rows_of_heads(input, pair, target, options)
+    return objective.result(objective.loss(rows.terms), rows, None, options.temperature)
+
+
+# The logits of student and teacher `[M, C_local]`, their shard, and the student's head.
+Pair = tuple[Tensor, Tensor, VocabShard, Head]
+
+
+def _logits_of_heads(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+    classes: Classes,
+    logits_dtype: torch.dtype | None,
+    low_rank: LowRank | None,
+) -> Pair:
+    """Return the logits of two heads; raise unless they fit each other."""
     logits, shard, head = _local_logits(
         input, linear_weight, linear_bias, "", group, classes, logits_dtype, low_rank
     )
@@ -340,9 +602,19 @@ def linear_divergence(
     )
     expected = (*input.shape[:-1], teacher_weight.shape[1])
     checks.shape("teacher_input", teacher_input, expected, "the rows of input and K")
-    check_options(beta, mask, reduction, input, "input")
-    rows = _divergences(logits, teacher_logits, shard, beta, temperature, softcap)
-    return reduced(head.of_tokens(rows, input.shape[:-1]), mask, reduction)
+    return logits, teacher_logits, shard, head
+
+
+def _rows_of_heads(
+    input: Tensor, pair: Pair, target: Tensor | None, options: TermOptions
+) -> DivergenceRows:
+    """Return the terms of hidden states `[..., H]`, fields `[...]`."""
+    logits, teacher_logits, shard, head = pair
+    labels = None
+    if options.hard and target is not None:
+        labels = head.in_blocks(target.reshape(-1).long(), options.ignore_index)
+    rows = _terms_of_rows(logits, teacher_logits, labels, shard, options)
+    return DivergenceRows(*(head.of_tokens(field, input.shape[:-1]) for field in rows))
 
 
 def logprobs(

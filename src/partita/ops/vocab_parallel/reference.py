@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift
+from ...runtime.dtypes import integer_dtype
 from ..linear_heads.common import (
     GradientCoefficients,
     RowOptions,
@@ -20,7 +21,7 @@ from ..linear_heads.common import (
     StatisticsGrads,
 )
 from ..linear_heads.reference import KERNELS, gradient_coefficients, row_statistics
-from .common import gradient_of_ids, gradient_of_logits, integer_dtype, logits_of_ids, pack_state
+from .common import gradient_of_ids, gradient_of_logits, logits_of_ids, pack_state
 from .shard import sum_in_rank_order
 
 parallel_state = functools.partial(pack_state, kernels=KERNELS)
