@@ -159,72 +159,33 @@ class BaseHMM:
     # What a subclass defines.
 
     def initialize(self, X: Tensor, random: Any) -> Parameters:
-        """Return starting values of the emissions' parameters by name, `[C, ...]`.
-
-        Args:
-            X: the rows that are not missing, `[M, F]` fp64; single missing entries are NaN.
-            random: a `RandomState` of NumPy.
-        """
+        """Return starting values of the emissions' parameters by name, `[C, ...]`."""
         if self.emission_parameters:
             raise NotImplementedError(f"{type(self).__name__}.initialize")
         return {}
 
     def _prepare(self, X: Tensor, observed: Tensor | None) -> Any:
-        """Return what `log_likelihood` and `statistics` get, which a fit forms once.
-
-        Args:
-            X: the rows of a batch, `[M, F]` fp64, zero where a value is missing.
-            observed: where values are there, `[M, F]`; None if all are.
-
-        Returns:
-            X, unless a subclass defines another form.
-        """
+        """Return what `log_likelihood` and `statistics` get, which a fit forms once."""
         return X
 
     def log_likelihood(self, X: Any, **parameters: Tensor) -> Tensor:
-        """Return the log-density of each row in each state, `[M, C]`, in nats.
-
-        Args:
-            X: what `_prepare` returns; `[M, F]` by default.
-            parameters: those of the emissions by name, `[C, ...]`.
-        """
+        """Return the log-density of each row in each state, `[M, C]`, in nats."""
         raise NotImplementedError(f"{type(self).__name__}.log_likelihood")
 
     def statistics(self, X: Any, posteriors: Tensor, **parameters: Tensor) -> Parameters:
-        """Return sums over the rows that `update` needs, by name.
-
-        Args:
-            X: what `_prepare` returns; `[M, F]` by default.
-            posteriors: the posterior of each state, `[M, C]` fp64; 0 where a row is missing.
-            parameters: those of the emissions by name, `[C, ...]`.
-        """
+        """Return sums over the rows that `update` needs, by name."""
         raise NotImplementedError(f"{type(self).__name__}.statistics")
 
     def update(self, statistics: Parameters, **parameters: Tensor) -> Parameters:
-        """Return new values of the emissions' parameters by name; those left out stay.
-
-        Args:
-            statistics: what `statistics` returns.
-            parameters: the values before by name, `[C, ...]`.
-        """
+        """Return new values of the emissions' parameters by name; those left out stay."""
         raise NotImplementedError(f"{type(self).__name__}.update")
 
     def means_of(self, **parameters: Tensor) -> Tensor:
-        """Return the mean of the values in each state, `[C, F]`.
-
-        Args:
-            parameters: those of the emissions by name, `[C, ...]`.
-        """
+        """Return the mean of the values in each state, `[C, F]`."""
         raise NotImplementedError(f"{type(self).__name__}.means_of")
 
     def draw(self, states: Tensor, generator: torch.Generator, **parameters: Tensor) -> Tensor:
-        """Return a draw of the values for each state of a path, `[M, F]`.
-
-        Args:
-            states: `[M]` int64.
-            generator: a generator on the device of the states.
-            parameters: those of the emissions by name, `[C, ...]`.
-        """
+        """Return a draw of the values for each state of a path, `[M, F]`."""
         raise NotImplementedError(f"{type(self).__name__}.draw")
 
     def _free_scalars(self) -> dict[str, int]:
@@ -277,30 +238,18 @@ class BaseHMM:
         return self
 
     def score(self, X: Any, lengths: Lengths | None = None) -> float:
-        """Return the log-likelihood of all sequences, a number in nats.
-
-        Args:
-            X, lengths: as in `fit`.
-        """
+        """Return the log-likelihood of all sequences, a number in nats."""
         with torch.no_grad():
             return float(self._chain(batch_of(X, lengths))[0].logz().sum())
 
     def score_samples(self, X: Any, lengths: Lengths | None = None) -> tuple[float, Any]:
-        """Return the log-likelihood, and the posterior of each state, `[M, C]`.
-
-        Args:
-            X, lengths: as in `fit`.
-        """
+        """Return the log-likelihood, and the posterior of each state, `[M, C]`."""
         batch = batch_of(X, lengths)
         log_probs, posteriors, *_ = autograd.expectation_step(self._chain(batch)[0]._potentials)
         return float(log_probs.sum()), batch.restore(batch.in_order(posteriors))
 
     def predict_proba(self, X: Any, lengths: Lengths | None = None) -> Any:
-        """Return the posterior of each state given the whole sequence, `[M, C]`.
-
-        Args:
-            X, lengths: as in `fit`.
-        """
+        """Return the posterior of each state given the whole sequence, `[M, C]`."""
         return self.score_samples(X, lengths)[1]
 
     def decode(
@@ -327,19 +276,11 @@ class BaseHMM:
         return float(greatest.sum()), batch.restore(best)
 
     def predict(self, X: Any, lengths: Lengths | None = None) -> Any:
-        """Return the states that `decode` finds, `[M]` integers.
-
-        Args:
-            X, lengths: as in `fit`.
-        """
+        """Return the states that `decode` finds, `[M]` integers."""
         return self.decode(X, lengths)[1]
 
     def filter(self, X: Any, lengths: Lengths | None = None) -> Any:
-        """Return the probability of each state given the values up to its step, `[M, C]`.
-
-        Args:
-            X, lengths: as in `fit`.
-        """
+        """Return the probability of each state given the values up to its step, `[M, C]`."""
         batch = batch_of(X, lengths)
         chain = self._chain(batch)[0]
         emissions, moves = chain.emissions, chain.transitions
@@ -407,19 +348,11 @@ class BaseHMM:
         return values.numpy(), states.numpy()
 
     def aic(self, X: Any, lengths: Lengths | None = None) -> float:
-        """Return Akaike's information criterion, a number; the lower, the better.
-
-        Args:
-            X, lengths: as in `fit`.
-        """
+        """Return Akaike's information criterion, a number; the lower, the better."""
         return -2 * self.score(X, lengths) + 2 * sum(self._free_scalars().values())
 
     def bic(self, X: Any, lengths: Lengths | None = None) -> float:
-        """Return the Bayesian information criterion, a number; the lower, the better.
-
-        Args:
-            X, lengths: as in `fit`.
-        """
+        """Return the Bayesian information criterion, a number; the lower, the better."""
         log_M = float(torch.tensor(len(X), dtype=torch.float64).log())
         return -2 * self.score(X, lengths) + log_M * sum(self._free_scalars().values())
 
@@ -566,7 +499,7 @@ class BaseHMM:
             self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter, self.verbose)
         monitors = [copy.deepcopy(self.monitor_) for _ in range(self.n_init)]
         for monitor in monitors:
-            monitor.reset()
+            monitor._reset()
         running, found = list(range(self.n_init)), {}
         with FitProgress(self.n_iter) as progress:
             for iteration in range(self.n_iter):
@@ -603,50 +536,29 @@ class BaseHMM:
         """Return log P of each restart, `[R]`, and its expected counts and statistics."""
         (T, N), C, R = batch.shape, self.n_components, len(parameters["startprob"])
         most = MOST_TOGETHER.get(batch.values.device.type, 0)
-        counted = T * N * C * C * (1 if batch.values.is_cpu else R)
-        if R > 1 and counted <= most:
-            return self._expectation_together(batch, data, parameters)
+        together = T * N * C * C * (1 if batch.values.is_cpu else R) <= most
         found = []
-        for r in range(R):
-            of_one = {name: value[r] for name, value in parameters.items()}
-            emissions = self._emissions(batch, data, of_one)
-            chain = self._potentials(batch, emissions, of_one)
-            log_probs, posteriors, transmat, startprob, _ = autograd.expectation_step(chain)
-            statistics = self._statistics(batch, data, posteriors.view(-1, C), of_one)
-            counts = {"startprob": startprob.sum(0), "transmat": transmat, **statistics}
-            found.append((log_probs.sum(), counts))
-        log_prob = torch.stack([each for each, _ in found])
-        return log_prob, {name: torch.stack([c[name] for _, c in found]) for name in found[0][1]}
-
-    def _expectation_together(
-        self, batch: Batch, data: Any, parameters: Parameters
-    ) -> tuple[Tensor, Parameters]:
-        """Return what `_expectation` returns, from one batch of R times N chains."""
-        (T, N), C, R = batch.shape, self.n_components, len(parameters["startprob"])
-        of_emissions = self._of_emissions(parameters)
-        emissions = torch.func.vmap(lambda p: self._emissions(batch, data, p), out_dims=1)(
-            of_emissions
-        )  # [T, R, N, C]
-        moves = parameters["transmat"].log()[None, :, None].expand(T - 1, R, N, C, C)
-        start = parameters["startprob"].log()[:, None].expand(R, N, C)
-        chain = LinearChainPotentials(
-            emissions.flatten(1, 2),
-            moves.reshape(T - 1, R * N, C, C) if N > 1 else moves[:, :, 0],
-            start.reshape(R * N, C),
-            torch.zeros_like(start).view(R * N, C),
-            None if batch.lengths is None else batch.lengths.repeat(R),
-        )
-        log_probs, posteriors, transmat, startprob, _ = autograd.expectation_step(chain)
-        by_restart = posteriors.view(T, R, N, C).transpose(0, 1).reshape(R, T * N, C)
-        statistics = torch.func.vmap(lambda q, p: self._statistics(batch, data, q, p))(
-            by_restart, of_emissions
-        )
-        counts = {
-            "startprob": startprob.view(R, N, C).sum(1),
-            "transmat": transmat.reshape(T - 1, R, N, C, C).sum((0, 2)),
-            **statistics,
-        }
-        return log_probs.view(R, N).sum(1), counts
+        for r in range(1 if together else R):
+            part = parameters if together else {k: x[r : r + 1] for k, x in parameters.items()}
+            of_emissions = self._of_emissions(part)
+            emissions = _over_restarts(lambda p: {"e": self._emissions(batch, data, p)})(
+                of_emissions if of_emissions else part
+            )["e"]
+            chain = self._potentials(batch, emissions, part)
+            log_probs, posteriors, moves, start, _ = autograd.expectation_step(chain)
+            n = len(emissions)
+            by_restart = posteriors.view(T, n, N, C).transpose(0, 1).reshape(n, T * N, C)
+            counts = {
+                "startprob": start.view(n, N, C).sum(1),
+                "transmat": moves[None] if n == 1 else moves.view(T - 1, n, N, C, C).sum((0, 2)),
+            }
+            if of_emissions:
+                counts |= _over_restarts(lambda q, p: self._statistics(batch, data, q["q"], p))(
+                    {"q": by_restart}, of_emissions
+                )
+            found.append({"log_prob": log_probs.view(n, N).sum(1), **counts})
+        joined = {name: torch.cat([each[name] for each in found]) for name in found[0]}
+        return joined.pop("log_prob"), joined
 
     def _emissions(self, batch: Batch, data: Any, parameters: Parameters) -> Tensor:
         """Return the emissions of one model, `[T, N, C]`; a row that is missing has zeros."""
@@ -659,8 +571,6 @@ class BaseHMM:
         self, batch: Batch, data: Any, posteriors: Tensor, parameters: Parameters
     ) -> Parameters:
         """Return the statistics of one model by name."""
-        if not self.emission_parameters:
-            return {}
         if batch.missing is not None:
             posteriors = posteriors.masked_fill(batch.missing, 0.0)
         of_emissions = self._of_emissions(parameters)
@@ -672,19 +582,26 @@ class BaseHMM:
     def _potentials(
         self, batch: Batch, emissions: Tensor, parameters: Parameters
     ) -> LinearChainPotentials:
-        start = parameters["startprob"].log().expand(emissions.shape[1:])
+        """Return the chains of all restarts, whose emissions are `[R, T, N, C]`."""
+        R, T, N, C = emissions.shape
         moves = parameters["transmat"].log()
-        return LinearChainPotentials(
-            emissions, moves, start, torch.zeros_like(start), batch.lengths
-        )
+        if R == 1:
+            moves = moves[0]
+        else:
+            moves = moves[:, None].expand(R, N, C, C).reshape(-1, C, C).expand(T - 1, -1, -1, -1)
+        start = parameters["startprob"].log()[:, None].expand(R, N, C).reshape(-1, C)
+        emissions = emissions.transpose(0, 1).reshape(T, R * N, C)
+        lengths = None if batch.lengths is None else batch.lengths.repeat(R)
+        return LinearChainPotentials(emissions, moves, start, torch.zeros_like(start), lengths)
 
     def _chain(self, batch: Batch) -> tuple[LinearChain, Parameters]:
         """Return the chains of the sequences of a batch, and the parameters."""
         self._check_features(batch)
         parameters = self._parameters(batch.values.device)
         data = self._prepare(batch.values, batch.observed)
-        chain = self._potentials(batch, self._emissions(batch, data, parameters), parameters)
-        emissions, moves, start, end, lengths = chain
+        emissions = self._emissions(batch, data, parameters)[None]
+        of_one = {name: value[None] for name, value in parameters.items()}
+        emissions, moves, start, end, lengths = self._potentials(batch, emissions, of_one)
         return LinearChain(emissions, moves, start, end, lengths=lengths), parameters
 
     def _maximization(self, counts: Parameters, parameters: Parameters) -> Parameters:

@@ -53,17 +53,8 @@ class ConvergenceMonitor:
             f" iter={self.iter}, history={list(self.history)})"
         )
 
-    def reset(self) -> None:
-        """Forget the fit before.
-
-        Example:
-            >>> from partita.hmm import ConvergenceMonitor
-            >>> monitor = ConvergenceMonitor(0.1, 100, False)
-            >>> monitor.report(-20.0)
-            >>> monitor.reset()
-            >>> monitor.iter
-            0
-        """
+    def _reset(self) -> None:
+        """Forget the fit before."""
         self.iter = 0
         self.history.clear()
 
