@@ -5,6 +5,8 @@ The expectation step is log Z of a dense linear chain and its gradients, the pos
 
 from __future__ import annotations
 
+from torch.serialization import add_safe_globals as _add_safe_globals
+
 from .base import BaseHMM, Forecast
 from .discrete import CategoricalHMM, PoissonHMM
 from .gaussian import GaussianHMM
@@ -22,3 +24,6 @@ __all__ = [
 # Users meet these objects as `partita.hmm.X`, so this is what error messages and pickles name.
 for _name in __all__:
     globals()[_name].__module__ = __name__
+
+# By default `torch.load` reads the classes that it knows.
+_add_safe_globals([Forecast])

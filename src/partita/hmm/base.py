@@ -73,9 +73,10 @@ class BaseHMM:
     A subclass names its parameters, which are attributes `[C, ...]`, in `emission_parameters`: for
     each letter of `params` and `init_params` the name without its final underscore. It defines
     `initialize`, `log_likelihood`, `statistics` and `update`, and for `forecast` and `sample`
-    also `means_of` and `draw`. They get the parameters by name, fp64 on the device of the data.
-    The restarts of a fit run through `torch.func.vmap`, so their control flow cannot depend on
-    values.
+    also `means_of` and `draw`. X is `[M, F]` there, posteriors are `[M, C]`, and the parameters
+    come by name; all are fp64 on the device of the data. `random` is a `RandomState` of NumPy. A
+    row that is missing has zeros in X, and its posteriors are 0. Restarts run through
+    `torch.func.vmap`, so the control flow cannot depend on values.
 
     Args:
         n_components: the number of states, C.
@@ -126,6 +127,8 @@ class BaseHMM:
     """
 
     emission_parameters: ClassVar[dict[str, str]] = {}
+    startprob_: Any
+    transmat_: Any
     has_missing_entries = False  # whether single entries of a row may be missing
 
     def __init__(
@@ -232,9 +235,10 @@ class BaseHMM:
             parameters, monitor = self._maximum(batch, data, self._starting_values(batch))
         self.monitor_ = monitor
         for name, value in parameters.items():
-            # A property, whose setter is for users, has its value under the name with a line.
-            is_property = isinstance(getattr(type(self), f"{name}_", None), property)
-            self.__dict__["_" * is_property + f"{name}_"] = batch.restore(value)
+            # A property, whose setter is for users, has its value below a name that starts with _.
+            attribute = f"{name}_"
+            is_property = isinstance(getattr(type(self), attribute, None), property)
+            self.__dict__["_" * is_property + attribute] = batch.restore(value)
         return self
 
     def score(self, X: Any, lengths: Lengths | None = None) -> float:
@@ -282,11 +286,11 @@ class BaseHMM:
     def filter(self, X: Any, lengths: Lengths | None = None) -> Any:
         """Return the probability of each state given the values up to its step, `[M, C]`."""
         batch = batch_of(X, lengths)
-        chain = self._chain(batch)[0]
+        chain, parameters = self._chain(batch)
         emissions, moves = chain.emissions, chain.transitions
         _, N, C = emissions.shape
         source = constant(dense_source, C, device=emissions.device)
-        rows = [(emissions[:1] + chain.start).log_softmax(-1)]
+        rows = [(emissions[:1] + parameters["startprob"].log()).log_softmax(-1)]
         for some in emissions[1:].split(max(1, CHUNK // (N * C * C))):
             scores = some[..., None] + moves.T  # [t, N, to, from]
             alpha = Chain(scores, source, rows[-1][-1]).forward_scores()[1:]
@@ -342,9 +346,9 @@ class BaseHMM:
         chain = LinearChain(emissions, parameters["transmat"].log(), start.log())
         states = chain.sample(1, generator).states[0, :, 0]
         values = self.draw(states, generator, **self._of_emissions(parameters))
-        first = next((getattr(self, f"{name}_") for name in self._names[1:]), None)
-        if isinstance(first, Tensor):
-            return values.to(first.dtype), states
+        if isinstance(self.transmat_, Tensor):
+            dtype = self.transmat_.dtype if values.is_floating_point() else values.dtype
+            return values.to(dtype), states
         return values.numpy(), states.numpy()
 
     def aic(self, X: Any, lengths: Lengths | None = None) -> float:

@@ -176,9 +176,9 @@ class PoissonHMM(BaseHMM):
         >>> from partita.hmm import PoissonHMM
         >>> X = torch.tensor([[1.0], [0.0], [1.0], [9.0], [12.0], [10.0]])
         >>> model = PoissonHMM(2, random_state=0, n_init=4, n_iter=50).fit(X)
-        >>> model.lambdas_.sort(0).values
-        tensor([[ 0.6667],
-                [10.3333]])
+        >>> model.lambdas_.sort(0).values.round()
+        tensor([[ 1.],
+                [10.]])
     """
 
     emission_parameters: ClassVar[dict[str, str]] = {"l": "lambdas"}

@@ -69,6 +69,7 @@ class GaussianHMM(BaseHMM):
     """
 
     emission_parameters: ClassVar[dict[str, str]] = {"m": "means", "c": "covars"}
+    means_: Any
 
     def __init__(
         self,

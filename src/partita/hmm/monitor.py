@@ -66,13 +66,6 @@ class ConvergenceMonitor:
 
         Raises:
             TypeError: log_prob is no number.
-
-        Example:
-            >>> from partita.hmm import ConvergenceMonitor
-            >>> monitor = ConvergenceMonitor(0.1, 100, False)
-            >>> monitor.report(-20.0)
-            >>> list(monitor.history)
-            [-20.0]
         """
         gain = log_prob - self.history[-1] if self.history else math.nan
         if self.verbose:
