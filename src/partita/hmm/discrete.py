@@ -8,7 +8,21 @@ import torch
 from torch import Tensor
 
 from .base import BaseHMM, Parameters
-from .data import Batch, at_least_zero, normalized, prior
+from .data import Batch, at_least_zero, normalized, prior, sums_of_products
+
+LARGE = 2**20  # log-probabilities; fewer may belong to restarts that run together
+
+
+class Symbols(NamedTuple):
+    """The symbols, and memory for their log-probabilities.
+
+    Fields:
+        index: the symbol of each row, `[M]` int64.
+        rows: `[M, C]` on a CPU, where touching new memory takes longer than the look-up; or None.
+    """
+
+    index: Tensor
+    rows: Tensor | None
 
 
 class CategoricalHMM(BaseHMM):
@@ -103,20 +117,28 @@ class CategoricalHMM(BaseHMM):
         found = torch.from_numpy(random.rand(self.n_components, self.n_features)).to(X)
         return {"emissionprob": found / found.sum(1, keepdim=True)}
 
-    def _prepare(self, X: Tensor, observed: Tensor | None) -> Tensor:
-        return X[:, 0].long()
+    def _prepare(self, X: Tensor, observed: Tensor | None) -> Symbols:
+        rows = None
+        if X.is_cpu and len(X) * self.n_components > LARGE:
+            import numpy as np
 
-    def log_likelihood(self, X: Tensor, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
-        return emissionprob.log().T.contiguous().index_select(0, X)
+            rows = torch.from_numpy(np.empty((len(X), self.n_components)))
+        return Symbols(X[:, 0].long(), rows)
+
+    def log_likelihood(self, X: Symbols, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
+        table = emissionprob.log().T.contiguous()
+        if X.rows is None:
+            return table.index_select(0, X.index)
+        return torch.index_select(table, 0, X.index, out=X.rows)
 
     def statistics(  # type: ignore[override]
-        self, X: Tensor, posteriors: Tensor, emissionprob: Tensor
+        self, X: Symbols, posteriors: Tensor, emissionprob: Tensor
     ) -> Parameters:
         counts = torch.zeros_like(emissionprob.T)
-        if X.is_cpu:
-            return {"counts": counts.index_add(0, X, posteriors).T}
+        if X.index.is_cpu:
+            return {"counts": counts.index_add(0, X.index, posteriors).T}
         # Of the ways to add rows by their index, this one adds in the same order in every run.
-        return {"counts": counts.index_put((X,), posteriors, accumulate=True).T}
+        return {"counts": counts.index_put((X.index,), posteriors, accumulate=True).T}
 
     def update(self, statistics: Parameters, emissionprob: Tensor) -> Parameters:  # type: ignore[override]
         counts = statistics["counts"]
@@ -253,7 +275,7 @@ class PoissonHMM(BaseHMM):
         self, X: PoissonData, posteriors: Tensor, lambdas: Tensor
     ) -> Parameters:
         F = X.is_positive.shape[1]
-        sums = posteriors.T @ X.features
+        sums = sums_of_products(posteriors, X.features)
         return {"n": sums[:, F:].expand(-1, F), "x": sums[:, :F]}
 
     def update(self, statistics: Parameters, lambdas: Tensor) -> Parameters:  # type: ignore[override]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime import checks
 from .base import BaseHMM, Parameters
-from .data import as_tensor, at_least_zero, k_means, prior
+from .data import as_tensor, at_least_zero, k_means, prior, sums_of_products
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
 LOG_2PI = math.log(2 * math.pi)
@@ -225,13 +225,13 @@ class GaussianHMM(BaseHMM):
         self, X: GaussianData, posteriors: Tensor, means: Tensor, covars: Tensor
     ) -> Parameters:
         F = X.values.shape[1]
-        sums = posteriors.T @ X.features
+        sums = sums_of_products(posteriors, X.features)
         if self._is_diagonal:
             xx, x, n = sums.split([F, F, sums.shape[1] - 2 * F], 1)
             return {"n": n.expand_as(x), "x": x, "xx": xx, "shift": X.shift}
         x, n = sums.split([F, 1], 1)
         weighted = posteriors[:, :, None] * X.values[:, None]
-        xx = (weighted.flatten(1).T @ X.values).view(-1, F, F)
+        xx = sums_of_products(weighted.flatten(1), X.values).view(-1, F, F)
         return {"n": n.expand_as(x), "x": x, "xx": xx, "shift": X.shift}
 
     def update(self, statistics: Parameters, means: Tensor, covars: Tensor) -> Parameters:  # type: ignore[override]
