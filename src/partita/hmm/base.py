@@ -18,6 +18,7 @@ import copy
 import string
 import warnings
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -473,7 +474,7 @@ class BaseHMM:
         # As in hmmlearn, equal seeds give transitions and emissions equal streams of their own.
         of_states, of_emissions = random_state(self.random_state), None
         if drawn != ["startprob", "transmat"]:
-            shared = not isinstance(self.random_state, int)
+            shared = not isinstance(self.random_state, Integral)
             of_emissions = of_states if shared else random_state(self.random_state)
         restarts = []
         for _ in range(self.n_init):
