@@ -174,6 +174,17 @@ def test_missing_values_are_left_out_of_the_statistics() -> None:
     torch.testing.assert_close(found, torch.tensor([[1 / 3, 2 / 3]]))
 
 
+def test_symbols_of_many_rows_are_looked_up_by_sequence(monkeypatch: Any) -> None:
+    X, lengths = values_of("categorical", 90), [40, 50]
+    expected = model_of("categorical", n_iter=5).fit(X, lengths).emissionprob_
+    monkeypatch.setattr("partita.hmm.discrete.LARGE", 1)
+    model = model_of("categorical", n_iter=5).fit(X, lengths)
+    torch.testing.assert_close(model.emissionprob_, expected)
+    assert model.predict_proba(X, lengths).shape == (90, C)
+    X[3] = NAN
+    assert model.predict_proba(X, lengths).isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["full", "tied"])
 def test_single_missing_entries_are_refused_with_full_matrices(kind: str) -> None:
     X = values_of(kind, 5)
@@ -280,7 +291,9 @@ def test_values_are_not_written_to() -> None:
 
 def test_values_far_from_zero_lose_no_digits() -> None:
     X = values_of("diag", 200)
-    near, far = (GaussianHMM(C, random_state=0, n_iter=5).fit(X + shift) for shift in (0.0, 1e6))
+    near, far = (
+        GaussianHMM(C, random_state=0, n_iter=5).fit(X + shift, [190, 5, 5]) for shift in (0.0, 1e6)
+    )
     torch.testing.assert_close(far.covars_, near.covars_, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(far.means_ - 1e6, near.means_, rtol=1e-6, atol=1e-6)
 

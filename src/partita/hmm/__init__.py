@@ -23,7 +23,8 @@ __all__ = [
 
 # Users meet these objects as `partita.hmm.X`, so this is what error messages and pickles name.
 for _name in __all__:
-    globals()[_name].__module__ = __name__
+    _object = globals()[_name]
+    _object.__module__ = __name__
 
 # By default `torch.load` reads the classes that it knows.
 _add_safe_globals([Forecast])

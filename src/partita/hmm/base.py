@@ -168,9 +168,9 @@ class BaseHMM:
             raise NotImplementedError(f"{type(self).__name__}.initialize")
         return {}
 
-    def _prepare(self, X: Tensor, observed: Tensor | None) -> Any:
+    def _prepare(self, batch: Batch) -> Any:
         """Return what `log_likelihood` and `statistics` get, which a fit forms once."""
-        return X
+        return batch.values
 
     def log_likelihood(self, X: Any, **parameters: Tensor) -> Tensor:
         """Return the log-density of each row in each state, `[M, C]`, in nats."""
@@ -232,7 +232,7 @@ class BaseHMM:
             batch = batch_of(X, lengths)
             self._check_features(batch)
             self._warn_of_few_values(batch)
-            data = self._prepare(batch.values, batch.observed)
+            data = self._prepare(batch)
             parameters, monitor = self._maximum(batch, data, self._starting_values(batch))
         self.monitor_ = monitor
         for name, value in parameters.items():
@@ -603,7 +603,7 @@ class BaseHMM:
         """Return the chains of the sequences of a batch, and the parameters."""
         self._check_features(batch)
         parameters = self._parameters(batch.values.device)
-        data = self._prepare(batch.values, batch.observed)
+        data = self._prepare(batch)
         emissions = self._emissions(batch, data, parameters)[None]
         of_one = {name: value[None] for name, value in parameters.items()}
         emissions, moves, start, end, lengths = self._potentials(batch, emissions, of_one)

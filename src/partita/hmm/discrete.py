@@ -14,14 +14,18 @@ LARGE = 2**20  # log-probabilities; fewer may belong to restarts that run togeth
 
 
 class Symbols(NamedTuple):
-    """The symbols, and memory for their log-probabilities.
+    """The symbols, and on a CPU memory for many log-probabilities.
+
+    New memory takes longer to touch than the look-up, and a scan of a sequence reads it in order.
 
     Fields:
         index: the symbol of each row, `[M]` int64.
-        rows: `[M, C]` on a CPU, where touching new memory takes longer than the look-up; or None.
+        by_sequence: the same with the steps of a sequence next to each other; or None.
+        rows: `[M, C]` in the order of `by_sequence`; or None.
     """
 
     index: Tensor
+    by_sequence: Tensor | None
     rows: Tensor | None
 
 
@@ -117,19 +121,24 @@ class CategoricalHMM(BaseHMM):
         found = torch.from_numpy(random.rand(self.n_components, self.n_features)).to(X)
         return {"emissionprob": found / found.sum(1, keepdim=True)}
 
-    def _prepare(self, X: Tensor, observed: Tensor | None) -> Symbols:
-        rows = None
-        if X.is_cpu and len(X) * self.n_components > LARGE:
-            import numpy as np
+    def _prepare(self, batch: Batch) -> Symbols:
+        index = batch.values[:, 0].long()
+        if not index.is_cpu or len(index) * self.n_components < LARGE or batch.missing is not None:
+            return Symbols(index, None, None)
+        import numpy as np
 
-            rows = torch.from_numpy(np.empty((len(X), self.n_components)))
-        return Symbols(X[:, 0].long(), rows)
+        rows = torch.from_numpy(np.empty((len(index), self.n_components)))
+        return Symbols(index, index.view(batch.shape).T.flatten(), rows)
 
     def log_likelihood(self, X: Symbols, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
-        table = emissionprob.log().T.contiguous()
-        if X.rows is None:
-            return table.index_select(0, X.index)
-        return torch.index_select(table, 0, X.index, out=X.rows)
+        return emissionprob.log().T.contiguous().index_select(0, X.index)
+
+    def _emissions(self, batch: Batch, data: Symbols, parameters: Parameters) -> Tensor:
+        if data.rows is None or data.by_sequence is None:
+            return super()._emissions(batch, data, parameters)
+        table = parameters["emissionprob"].log().T.contiguous()
+        rows = torch.index_select(table, 0, data.by_sequence, out=data.rows)
+        return rows.view(*batch.shape[::-1], -1).transpose(0, 1)
 
     def statistics(  # type: ignore[override]
         self, X: Symbols, posteriors: Tensor, emissionprob: Tensor
@@ -256,7 +265,8 @@ class PoissonHMM(BaseHMM):
         drawn = random.gamma(shape=mean**2 / variance, scale=variance / mean, size=(C, F))
         return {"lambdas": torch.from_numpy(drawn).to(X)}
 
-    def _prepare(self, X: Tensor, observed: Tensor | None) -> PoissonData:
+    def _prepare(self, batch: Batch) -> PoissonData:
+        X, observed = batch.values, batch.observed
         is_there = X.new_ones(len(X), 1) if observed is None else observed.to(X.dtype)
         log_factorials = torch.lgamma(X + 1).sum(1, keepdim=True)
         return PoissonData(torch.cat([X, is_there], 1), (X > 0).to(X.dtype), log_factorials)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime import checks
 from .base import BaseHMM, Parameters
-from .data import as_tensor, at_least_zero, k_means, prior, sums_of_products
+from .data import Batch, as_tensor, at_least_zero, k_means, prior, sums_of_products
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
 LOG_2PI = math.log(2 * math.pi)
@@ -192,9 +192,11 @@ class GaussianHMM(BaseHMM):
         }
         return {"means": centers, "covars": kinds[self.covariance_type]()}
 
-    def _prepare(self, X: Tensor, observed: Tensor | None) -> GaussianData:
+    def _prepare(self, batch: Batch) -> GaussianData:
+        X, observed = batch.values, batch.observed
         is_there = X.new_ones(len(X), 1) if observed is None else observed.to(X.dtype)
-        shift = X.sum(0) / is_there.sum(0).clamp(min=1)
+        counted = is_there if batch.rows is None else is_there[batch.rows]  # without padding
+        shift = X.sum(0) / counted.sum(0).clamp(min=1)
         values = X - shift if observed is None else (X - shift) * is_there
         if self._is_diagonal:
             return GaussianData(values, torch.cat([values.square(), values, is_there], 1), shift)
