@@ -19,12 +19,12 @@ class Symbols(NamedTuple):
     New memory takes longer to touch than the look-up, and a scan of a sequence reads it in order.
 
     Fields:
-        index: the symbol of each row, `[M]` int64.
+        symbols: the symbol of each row, `[M]` int64.
         by_sequence: the same with the steps of a sequence next to each other; or None.
         rows: `[M, C]` in the order of `by_sequence`; or None.
     """
 
-    index: Tensor
+    symbols: Tensor
     by_sequence: Tensor | None
     rows: Tensor | None
 
@@ -131,7 +131,7 @@ class CategoricalHMM(BaseHMM):
         return Symbols(index, index.view(batch.shape).T.flatten(), rows)
 
     def log_likelihood(self, X: Symbols, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
-        return emissionprob.log().T.contiguous().index_select(0, X.index)
+        return emissionprob.log().T.contiguous().index_select(0, X.symbols)
 
     def _emissions(self, batch: Batch, data: Symbols, parameters: Parameters) -> Tensor:
         if data.rows is None or data.by_sequence is None:
@@ -144,10 +144,10 @@ class CategoricalHMM(BaseHMM):
         self, X: Symbols, posteriors: Tensor, emissionprob: Tensor
     ) -> Parameters:
         counts = torch.zeros_like(emissionprob.T)
-        if X.index.is_cpu:
-            return {"counts": counts.index_add(0, X.index, posteriors).T}
+        if X.symbols.is_cpu:
+            return {"counts": counts.index_add(0, X.symbols, posteriors).T}
         # Of the ways to add rows by their index, this one adds in the same order in every run.
-        return {"counts": counts.index_put((X.index,), posteriors, accumulate=True).T}
+        return {"counts": counts.index_put((X.symbols,), posteriors, accumulate=True).T}
 
     def update(self, statistics: Parameters, emissionprob: Tensor) -> Parameters:  # type: ignore[override]
         counts = statistics["counts"]
