@@ -3,7 +3,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-PICTURES := digits digit_lines digit_transducer language_model train_parallel alignment hmm tagger post_training recorded_support basecaller
+PICTURES := digits digit_lines digit_transducer language_model train_parallel alignment hmm regimes tagger post_training recorded_support basecaller
 
 .PHONY: help demo test test-kernels test-versions test-gpu digests bench docs clean
 

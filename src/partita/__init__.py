@@ -106,6 +106,7 @@ __all__ = [
     "distillation_loss",
     "divergence",
     "edges_from_states",
+    "hmm",
     "integrations",
     "linear_chain",
     "linear_cross_entropy",
@@ -158,7 +159,7 @@ _add_safe_globals(
     ]
 )
 
-_modules = ("integrations", "nn", "parallel", "testing")
+_modules = ("hmm", "integrations", "nn", "parallel", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

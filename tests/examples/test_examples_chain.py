@@ -8,6 +8,7 @@ from pathlib import Path
 import hmm
 import hmm_fit
 import pytest
+import regimes
 import tagger
 import tagger_data
 import torch
@@ -218,3 +219,17 @@ def test_hmm_refuses_a_number_of_regimes_that_it_has_no_colours_for(
     with pytest.raises(SystemExit, match="2"):
         hmm.main(["--regimes", "7"])
     assert "argument --regimes: invalid choice: 7" in capsys.readouterr().err
+
+
+def test_regimes_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "new" / "regimes.png"
+    assert regimes.main(["--starts", "4", "--out", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("Regime: ") for line in lines) == 2
+    assert sum("ahead: growth" in line for line in lines) == 4
+    assert imread(picture).shape[2] == 4
+    series = regimes.load()
+    model = regimes.fit(series.values, 2, 4)
+    slow = int(model.means_[:, 0].argmin())
+    recession = (series.years >= 2008.25) & (series.years < 2009.5)
+    assert (model.predict(series.values)[recession] == slow).all()

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 import partita
+from partita.hmm import BaseHMM
 from partita.paths.distribution import PathDistribution
 
 MODULES = (
     "partita",
+    "partita.hmm",
     "partita.nn",
     "partita.parallel",
     "partita.testing",
@@ -52,7 +54,14 @@ TENSOR = re.compile(r"\b(Tensor|Lengths)\b")
 SHAPE = re.compile(r"`\[[^`]*\]`|[Aa] number\b|as in `|\bas `")
 NAMED_BY_CHAIN = "a semiring is not checked; what else is wrong, `Chain` names"
 FOLLOWS_NOTHING = "it computes nothing that has a source"
+SAID_BY_BASE = "the docstring of `BaseHMM`, its example and `fit` say it for all methods"
 SUBCLASS_DEFINES = "without a body: a subclass defines it, as in the example of its class"
+OF_BASE_HMM = {
+    "initialize log_likelihood statistics update means_of draw": "arguments raises example",
+    "score score_samples predict_proba predict filter aic bic": "arguments raises example",
+    "decode forecast sample": "raises example",
+    "get_stationary_distribution": "example",
+}
 EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is needed
     ("partita.backend", "source"): FOLLOWS_NOTHING,
     ("partita.testing.all_paths", "source"): FOLLOWS_NOTHING,
@@ -70,6 +79,13 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
     ("partita.integrations.koi.SequenceDist.ctc_loss", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.logZ", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.viterbi", "example"): SUBCLASS_DEFINES,
+    ("partita.hmm.ConvergenceMonitor.report", "example"): "that of its class shows it",
+    **{
+        (f"partita.hmm.BaseHMM.{name}", rule): SAID_BY_BASE
+        for names, rules in OF_BASE_HMM.items()
+        for name in names.split()
+        for rule in rules.split()
+    },
 }
 
 
@@ -109,11 +125,16 @@ def kind_of(name: str, value: Any) -> str:
 
 
 def members(name: str, value: type) -> Iterator[Public]:
-    """Yield the methods of a class, and those that it has from `PathDistribution`."""
+    """Yield the methods of a class, and those that it has from `PathDistribution`.
+
+    A model's own version of what `BaseHMM` documents has no docstring.
+    """
     bases = [base for base in value.__mro__[:0:-1] if issubclass(base, PathDistribution)]
     shared = {member: own for base in bases for member, own in vars(base).items()}
     for member, own in {**shared, **vars(value)}.items():
         if member.startswith("_") or member in fields_of(value):
+            continue
+        if value is not BaseHMM and issubclass(value, BaseHMM) and hasattr(BaseHMM, member):
             continue
         if isinstance(own, classmethod):
             yield Public(f"{name}.{member}", getattr(value, member), "method")

@@ -57,14 +57,14 @@ print(sorted(added - set(sys.stdlib_module_names)))
 def test_the_optional_parts_are_there_after_the_import_and_load_on_use() -> None:
     code = """
 import sys, partita
-names = ("integrations", "nn", "testing", "ops.softmax.gpu.launch")
+names = ("hmm", "integrations", "nn", "testing", "ops.softmax.gpu.launch")
 print(["partita." + name in sys.modules for name in names])
 print(partita.nn.CrossEntropyLoss.__name__, partita.testing.sample_rows.__name__)
 print(any(".gpu." in name for name in sys.modules if name.startswith("partita.ops.softmax")))
 print("partita.integrations.koi" in sys.modules, partita.integrations.koi.logZ_cu.__name__)
 """
     assert run(code).splitlines() == [
-        "[False, False, False, False]",
+        "[False, False, False, False, False]",
         "CrossEntropyLoss sample_rows",
         "False",
         "False logZ_cu",
@@ -128,6 +128,7 @@ MODULES = [
     "ops.linear_heads.plan",
     "ops.ctc.gpu.plan",
     "integrations.koi",
+    "hmm",
     "nn",
     "parallel",
     "testing",

@@ -13,7 +13,7 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 
 # What an attribute may be assigned to: an object of the package's own, by the name of its variable.
 OWN = {"self", "cls", "ctx", "Op", "RNNTLoss", "_object", "forward", "parser", "results", "state"}
-OWN |= {"thread", "moved"}
+OWN |= {"CRF", "thread", "moved"}
 EXCEPTIONS = {
     ("runtime/register.py", "prototype.__signature__"): "a function that the package makes",
     ("integrations/fused_head.py", "model.forward"): "the user gives the model to `fuse`",

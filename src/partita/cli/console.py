@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -170,7 +170,7 @@ class Progress:
         self._total, self._done = total, 0
         self._start = self._said = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

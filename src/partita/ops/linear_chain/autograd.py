@@ -256,6 +256,18 @@ def marginals(
     return call(logz_gradient, Marginals, chain.variables, *args)
 
 
+@torch.no_grad()
+def expectation_step(chain: LinearChainPotentials) -> tuple[Tensor, ...]:
+    """Return log Z `[N]` in fp64 and its gradients, for which autograd records nothing.
+
+    They are those of Σ log Z in emissions, transitions, start and end.
+    """
+    backend = current_backend()
+    fp64, _, saved = logz(*chain, True, backend)
+    args = (ones(chain.emissions), *chain, fp64, saved, True, False, backend)
+    return fp64, *logz_gradient(*args)
+
+
 def mean_of_values(chain: LinearChainPotentials, *values: Tensor | None) -> Tensor:
     """Return the posterior mean of the sum of values along a path, `[N]` fp64.
 

@@ -99,12 +99,20 @@ def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor,
     return result, rounded, saved if save else saved.new_empty(0)
 
 
+def _by_sequence(saved: Tensor) -> Any:
+    """Return the memory of states `[T, N, C]` as `[N, T, C]`, which scans read in its order."""
+    T, N, C = saved.shape
+    return saved.numpy().reshape(N if T else 0, T, C)
+
+
 def _scan_halves(chain: Any, saved: Tensor) -> tuple[Any, Any]:
     """Scan alpha and beta up to the middle, and return their states there and the log scales."""
     N, C = chain.start.shape
     meeting, log_scale = np.empty((2 * N, chain.weights.shape[2])), np.empty(2 * N)
     halves = chain.lengths.repeat(2) // 2
-    run_over_sequences(forward_kernel, halves, C * C, chain, saved.numpy(), meeting, log_scale)
+    run_over_sequences(
+        forward_kernel, halves, C * C, chain, _by_sequence(saved), meeting, log_scale
+    )
     return meeting, log_scale
 
 
@@ -158,7 +166,8 @@ def linear_chain_gradient(
         arrays = dense_arrays(chain, tokens)
         d_emissions, width = empty_batch(emissions.shape, dtype), arrays.weights.shape[2]
         products = torch.zeros((2, groups if need_transitions else 0, width, width), **FP64)
-        others = (x.numpy() for x in (upstream, states, d_emissions, d_ends, products))
+        written = (x.numpy() for x in (d_emissions, d_ends, products))
+        others = (upstream.numpy(), _by_sequence(states), *written)
         work = lengths_of_groups(arrays.lengths, groups) if need_transitions else arrays.lengths
         run_over_sequences(gradient_kernel, work.repeat(2) // 2, C * C, arrays, *others)
         if need_transitions:
@@ -216,7 +225,7 @@ def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tenso
         # Alpha has the last token's end here. The scale of a token's states changes no draw.
         _scan_halves(arrays._replace(middle=arrays.lengths), alpha)
         batch = batch._replace(final=np.zeros((N, C)))
-        alpha.log_()
+        alpha = alpha.view(N, T, C).transpose(0, 1).log()
         logz = alpha[tokens - 1, torch.arange(N)].amax(1).numpy()
     else:
         run(chain_forward_kernel, batch, alpha.numpy(), logz)

@@ -358,21 +358,21 @@ def load_tokens(chain: Any, first: int, by: int, n: int, scores: Any) -> float:
 
 
 @jit
-def load_states(saved: Any, t: int, by: int, n: int, states: Any) -> None:
-    """Copy the states of tokens t, t + by, ... from `[T, N, C]` to rows, and leave the padding."""
-    (N, C), width = saved.shape[1:], states.shape[1]
-    source, target = pointer_to(saved), pointer_to(states)
+def load_states(source: Any, row: int, by: int, states: Any) -> None:
+    """Copy rows row, row + by, ... of an array `[A, B, C]` to the states, and leave the padding."""
+    C, width = source.shape[2], states.shape[1]
+    numbers, target = pointer_to(source), pointer_to(states)
     for k in range(len(states)):
-        copy_numbers(source, ((t + k * by) * N + n) * C, target, k * width, C)
+        copy_numbers(numbers, (row + k * by) * C, target, k * width, C)
 
 
 @jit
-def store_states(states: Any, t: int, by: int, n: int, saved: Any) -> None:
-    """Write the states of tokens t, t + by, ... to `[T, N, C]`."""
-    (N, C), width = saved.shape[1:], states.shape[1]
-    source, target = pointer_to(states), pointer_to(saved)
+def store_states(states: Any, row: int, by: int, target: Any) -> None:
+    """Write the states to rows row, row + by, ... of an array `[A, B, C]`."""
+    C, width = target.shape[2], states.shape[1]
+    source, numbers = pointer_to(states), pointer_to(target)
     for k in range(len(states)):
-        copy_numbers(source, k * width, target, ((t + k * by) * N + n) * C, C)
+        copy_numbers(source, k * width, numbers, (row + k * by) * C, C)
 
 
 @jit(nogil=True)
@@ -380,7 +380,7 @@ def forward_kernel(halves: Any, chain: Any, saved: Any, meeting: Any, log_scale:
     """Scan half h % 2 of sequence h // 2: alpha forwards over the first, beta backwards.
 
     Write the state at the middle, `meeting` `[2N, W]`, the log of its scale, `[2N]`, and to `saved`
-    all states, `[T, N, C]`, unless it is empty.
+    all states, `[N, T, C]`, unless it is empty: those of a sequence are next to each other.
     """
     width = chain.weights.shape[2]
     scores, sums = np.empty((BLOCK, width)), np.empty((BLOCK, width))
@@ -397,7 +397,7 @@ def forward_kernel(halves: Any, chain: Any, saved: Any, meeting: Any, log_scale:
             exponent = scan_linear(weights, scores[:K], sums[:K], states[: K + 1], k == 0)
             offset += exponent * LN2
             if len(saved):
-                store_states(states[1 : K + 1], t, by, n, saved)
+                store_states(states[1 : K + 1], n * saved.shape[1] + t, by, saved)
             copy_row(states[K], states[0])
         log_scale[half] = offset + chain.shift * max(tokens - 1, 0)
         copy_row(states[0], meeting[half])
@@ -424,7 +424,8 @@ def write_gradient(
     weighted: Any, t: int, by: int, n: int, length: int, d_emissions: Any, d_ends: Any
 ) -> None:
     """Write the posteriors of tokens t, t + by, ... to the gradients."""
-    store_states(weighted, t, by, n, d_emissions)
+    N = d_emissions.shape[1]
+    store_states(weighted, t * N + n, by * N, d_emissions)
     for k in range(len(weighted)):
         if t + k * by == 0:
             copy_row(weighted[k], d_ends[0, n])
@@ -459,15 +460,15 @@ def gradient_kernel(
         n, forward = half // 2, half % 2
         backward, length, middle = 1 - forward, chain.lengths[n], chain.middle[n]
         first, by = (middle, 1) if forward else (middle - 1, -1)
-        tokens = length - middle if forward else middle
+        tokens, rows = length - middle if forward else middle, n * saved.shape[1]
         starts = first - by >= length  # a sequence of one token has no beta
         if not starts:
-            load_states(saved, first - by, by, n, states[:1])
+            load_states(saved, rows + first - by, by, states[:1])
         for k in range(0, tokens, BLOCK):
             t, K = first + k * by, min(BLOCK, tokens - k)
             load_tokens(chain, t, by, n, scores[:K])
             scan_linear(chain.weights[backward], scores[:K], sums[:K], states[: K + 1], starts)
-            load_states(saved, t, by, n, others[:K])
+            load_states(saved, rows + t, by, others[:K])
             for i in range(K):
                 total = dot_of_rows(x, y, i * width, width)
                 totals[i] = 0.0 if total == 0.0 else grad_output[n] / total

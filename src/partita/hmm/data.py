@@ -1,0 +1,211 @@
+"""What users give, as padded batches, and results in the form in which they gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.lengths import Lengths, as_lengths
+
+ROWS = 512  # of one product in a sum of products
+
+
+class Batch(NamedTuple):
+    """Sequences of different lengths as one padded batch, with the steps first.
+
+    Fields:
+        values: `[T * N, F]` fp64, the values at step t of sequence n in row t * N + n; zero where
+            a value is missing and past the lengths.
+        observed: `[T * N, F]` bool, False where a value is missing; None where all are there.
+        missing: `[T * N, 1]` bool, True where a whole row is missing; None where none is.
+        lengths: `[N]`, None where all are T.
+        shape: T and N.
+        rows: the row of each row of X, `[M]`; None where the order is the same.
+        restore: brings a result to the user's form: its dtype, its device, an array for arrays.
+    """
+
+    values: Tensor
+    observed: Tensor | None
+    missing: Tensor | None
+    lengths: Tensor | None
+    shape: tuple[int, int]
+    rows: Tensor | None
+    restore: Callable[[Tensor], Any]
+
+    def in_order(self, result: Tensor) -> Tensor:
+        """Return a result `[T, N, ...]` in the order of the rows of X, `[M, ...]`."""
+        flat = result.reshape(-1, *result.shape[2:])
+        return flat if self.rows is None else flat[self.rows]
+
+
+def as_tensor(name: str, value: Any) -> Tensor:
+    """Return a tensor, an array or nested lists as a tensor on its device."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    import numpy as np
+
+    try:
+        array = np.asarray(value)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name}: expected a tensor, an array or lists of numbers, got {type(value).__name__}"
+            f" ({error})"
+        ) from None
+
+
+def form_of(X: Any) -> Callable[[Tensor], Any]:
+    """Return the function that brings results to the form of X."""
+    is_array = not isinstance(X, Tensor)
+    dtype = getattr(X, "dtype", None)
+    dtype = torch.float32 if str(dtype).removeprefix("torch.") == "float32" else torch.float64
+    device = X.device if isinstance(X, Tensor) else None
+
+    def restore(result: Tensor) -> Any:
+        if result.is_floating_point():
+            result = result.to(dtype)
+        return result.cpu().numpy() if is_array else result.to(device)
+
+    return restore
+
+
+def batch_of(X: Any, lengths: Lengths | None) -> Batch:
+    """Return rows `[M, F]` of all sequences as a batch, or raise for a wrong shape or length."""
+    values = as_tensor("X", X)
+    if values.ndim != 2 or not values.numel():
+        raise ValueError(
+            "X: expected shape [M, F], the values of all sequences one after another, with M and F"
+            f" of at least 1, got {list(values.shape)}"
+        )
+    if values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"X: expected numbers, got {values.dtype}")
+    is_whole = not values.is_floating_point()
+    values, M = values.double(), len(values)
+    sizes = _checked_lengths(lengths, M)
+    T, N = int(sizes.max()), len(sizes)
+    rows = None
+    if N > 1:
+        # Row t * N + n of the batch has step t of sequence n.
+        sequence = torch.repeat_interleave(torch.arange(N), sizes)
+        step = torch.arange(M) - (sizes.cumsum(0) - sizes)[sequence]
+        rows = (step * N + sequence).to(values.device)
+        values = values.new_zeros(T * N, values.shape[1]).index_copy_(0, rows, values)
+    observed = missing = None
+    if not is_whole:
+        found = ~values.isnan()
+        counts = torch.stack([found.all(), found.any(1).all(), values.isinf().any()]).tolist()
+        if counts[2]:
+            raise ValueError("X: expected finite values, or NaN where one is missing, got infinity")
+        observed = None if counts[0] else found
+        missing = None if counts[1] else ~found.any(1, keepdim=True)
+        values = values if counts[0] else values.nan_to_num()
+    is_ragged = bool((sizes < T).any())
+    on_device = sizes.to(values.device) if is_ragged else None
+    return Batch(values, observed, missing, on_device, (T, N), rows, form_of(X))
+
+
+def _checked_lengths(lengths: Lengths | None, M: int) -> Tensor:
+    """Return the lengths of the sequences on the host, or raise where their sum is not M."""
+    if lengths is None:
+        return torch.tensor([M])
+    sizes = as_tensor("lengths", lengths).reshape(-1)
+    sizes = as_lengths("lengths", sizes, len(sizes)).cpu()
+    if not len(sizes) or int(sizes.min()) < 1:
+        raise ValueError(f"lengths: expected lengths of at least 1, got {sizes.tolist()}")
+    if int(sizes.sum()) != M:
+        raise ValueError(
+            f"lengths: expected a sum of {M}, the number of rows of X, got {int(sizes.sum())}"
+        )
+    return sizes
+
+
+def random_state(value: Any) -> Any:
+    """Return NumPy's `RandomState` of a seed, a `RandomState`, or a generator of PyTorch.
+
+    None takes a seed from PyTorch's default generator.
+    """
+    import numpy as np
+
+    if isinstance(value, np.random.RandomState):
+        return value
+    if value is None or isinstance(value, torch.Generator):
+        device = value.device if value is not None else "cpu"
+        value = int(torch.randint(2**31 - 1, (), generator=value, device=device))
+    try:
+        return np.random.RandomState(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            "random_state: expected a seed, a RandomState or a torch.Generator, got"
+            f" {value!r} ({error})"
+        ) from None
+
+
+def generator_of(value: Any, device: torch.device) -> torch.Generator:
+    """Return a generator of PyTorch on a device for what `random_state` takes."""
+    if isinstance(value, torch.Generator) and value.device == device:
+        return value
+    return torch.Generator(device).manual_seed(int(random_state(value).randint(2**31 - 1)))
+
+
+def normalized(counts: Tensor, old: Tensor) -> Tensor:
+    """Return rows divided by their sums; a row that is zero keeps its old values."""
+    total = counts.sum(-1, keepdim=True)
+    return torch.where(total > 0, counts / total, old)
+
+
+def prior(value: Any, like: Tensor) -> Any:
+    """Return a number as it is, and any other prior as a tensor beside `like`."""
+    if isinstance(value, int | float):
+        return value
+    return as_tensor("prior", value).to(like)
+
+
+def at_least_zero(value: Any) -> Any:
+    return value.clamp(min=0) if isinstance(value, Tensor) else max(value, 0)
+
+
+def sums_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product `[C, K]` of `[M, C]` and `[M, K]`, whose sums are over many rows.
+
+    On a CPU it is a batch of products of some rows, which takes half as long as one of all.
+    """
+    whole = len(left) // ROWS * ROWS
+    if not left.is_cpu or whole <= ROWS:
+        return left.T @ right
+    parts = [x[:whole].reshape(-1, ROWS, x.shape[1]) for x in (left, right)]
+    return (parts[0].mT @ parts[1]).sum(0) + left[whole:].T @ right[whole:]
+
+
+def k_means(points: Tensor, centers: int, runs: int, random: Any, steps: int = 25) -> Tensor:
+    """Return the centers `[C, D]` of the best of some runs of k-means on points `[M, D]`.
+
+    All runs are one batch. Each starts at points that are drawn far from each other.
+
+    Source: Arthur and Vassilvitskii, k-means++: the advantages of careful seeding, 2007.
+    """
+    drawn = torch.from_numpy(random.random_sample((centers, runs))).to(points)
+    first = (drawn[0] * len(points)).long().clamp(max=len(points) - 1)
+    found = points[first][:, None]  # [runs, 1, D]
+    nearest = torch.full((runs, len(points)), torch.inf).to(points)
+    for number in drawn[1:]:
+        nearest = torch.minimum(nearest, _squares(points, found[:, -1:])[..., 0])
+        total = nearest.cumsum(1)
+        at = torch.searchsorted(total, (number * total[:, -1])[:, None], right=True)
+        found = torch.cat([found, points[at.clamp(max=len(points) - 1)]], 1)
+    for _ in range(steps):
+        distance = _squares(points, found)
+        members = torch.nn.functional.one_hot(distance.argmin(-1), centers).to(points)
+        size = members.sum(1)[..., None]
+        found = torch.where(size > 0, members.mT @ points / size.clamp(min=1), found)
+    inertia = _squares(points, found).amin(-1).sum(1)
+    return found[inertia.argmin()]
+
+
+def _squares(points: Tensor, centers: Tensor) -> Tensor:
+    """Return the squared distances `[runs, M, C]` between points and centers `[runs, C, D]`."""
+    products = points @ centers.mT
+    squares = points.square().sum(1)[:, None] + centers.square().sum(2)[:, None] - 2 * products
+    return squares.clamp(min=0)

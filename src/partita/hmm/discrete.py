@@ -1,0 +1,303 @@
+"""Hidden Markov models that emit symbols or counts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .base import BaseHMM, Parameters
+from .data import Batch, at_least_zero, normalized, prior, sums_of_products
+
+LARGE = 2**20  # log-probabilities; fewer may belong to restarts that run together
+
+
+class Symbols(NamedTuple):
+    """The symbols, and on a CPU memory for many log-probabilities.
+
+    New memory takes longer to touch than the look-up, and a scan of a sequence reads it in order.
+
+    Fields:
+        symbols: the symbol of each row, `[M]` int64.
+        by_sequence: the same with the steps of a sequence next to each other; or None.
+        rows: `[M, C]` in the order of `by_sequence`; or None.
+    """
+
+    symbols: Tensor
+    by_sequence: Tensor | None
+    rows: Tensor | None
+
+
+class CategoricalHMM(BaseHMM):
+    """A hidden Markov model whose states emit one of K symbols, 0 to K - 1.
+
+    Args:
+        n_components: the number of states, C.
+        startprob_prior, transmat_prior: as in `BaseHMM`.
+        emissionprob_prior: parameters of the Dirichlet prior of the symbols, a number or what
+            broadcasts to `[C, K]`; 1 for none.
+        n_features: the number of symbols, K; if None, that of `emissionprob_`, or one more than
+            the greatest symbol that `fit` sees.
+        algorithm, random_state, n_iter, tol, verbose: as in `BaseHMM`.
+        params, init_params: letters of s (start), t (transitions) and e (emissions).
+        implementation, n_init: as in `BaseHMM`.
+
+    Its attributes are those of `BaseHMM` and `emissionprob_` `[C, K]`. X is `[M, 1]`: integers, or
+    whole numbers in a floating dtype, where NaN stands for a missing symbol.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range.
+
+    Source: `hmmlearn.hmm.CategoricalHMM`.
+
+    Example:
+        >>> import torch
+        >>> from partita.hmm import CategoricalHMM
+        >>> X = torch.tensor([0, 0, 1, 0, 2, 2, 3, 2])[:, None]
+        >>> model = CategoricalHMM(2, random_state=1, n_init=8, n_iter=50).fit(X)
+        >>> model.predict(X).unique_consecutive(return_counts=True)[1]
+        tensor([4, 4])
+    """
+
+    emission_parameters: ClassVar[dict[str, str]] = {"e": "emissionprob"}
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        startprob_prior: Any = 1.0,
+        transmat_prior: Any = 1.0,
+        *,
+        emissionprob_prior: Any = 1.0,
+        n_features: int | None = None,
+        algorithm: str = "viterbi",
+        random_state: Any = None,
+        n_iter: int = 10,
+        tol: float = 1e-2,
+        verbose: bool = False,
+        params: str = "ste",
+        init_params: str = "ste",
+        implementation: str = "log",
+        n_init: int = 1,
+    ) -> None:
+        super().__init__(
+            *(n_components, startprob_prior, transmat_prior, algorithm, random_state, n_iter, tol),
+            *(verbose, params, init_params, implementation),
+            n_init=n_init,
+        )
+        self.emissionprob_prior, self.n_features = emissionprob_prior, n_features
+
+    def _check_features(self, batch: Batch) -> None:
+        X = batch.values
+        if X.shape[1] != 1:
+            raise ValueError(f"X: expected one column, the symbols, got {X.shape[1]}")
+        least, most, wholes = torch.stack([X.min(), X.max(), (X.floor() == X).all()]).tolist()
+        if not wholes or least < 0:
+            raise ValueError("X: expected symbols, whole numbers of 0 or more")
+        if self.n_features is None:
+            known = None if "e" in self.init_params else self._stored("emissionprob")
+            self.n_features = int(most) + 1 if known is None else known.shape[-1]
+        if most >= self.n_features:
+            raise ValueError(
+                f"X: expected symbols below {self.n_features}, the number of symbols of the model,"
+                f" got {int(most)}"
+            )
+
+    def _parameters(self, device: torch.device) -> Parameters:
+        if self.n_features is None and (known := self._stored("emissionprob")) is not None:
+            self.n_features = known.shape[-1]
+        return super()._parameters(device)
+
+    def _check_parameters(self, parameters: Parameters) -> None:
+        super()._check_parameters(parameters)
+        shape = (self.n_components, self.n_features or 0)
+        self._check_distributions("emissionprob_", parameters["emissionprob"], shape)
+
+    def _free_scalars(self) -> dict[str, int]:
+        C, K = self.n_components, self.n_features or 1
+        return {"s": C - 1, "t": C * (C - 1), "e": C * (K - 1)}
+
+    def initialize(self, X: Tensor, random: Any) -> Parameters:
+        found = torch.from_numpy(random.rand(self.n_components, self.n_features)).to(X)
+        return {"emissionprob": found / found.sum(1, keepdim=True)}
+
+    def _prepare(self, batch: Batch) -> Symbols:
+        index = batch.values[:, 0].long()
+        if not index.is_cpu or len(index) * self.n_components < LARGE or batch.missing is not None:
+            return Symbols(index, None, None)
+        import numpy as np
+
+        rows = torch.from_numpy(np.empty((len(index), self.n_components)))
+        return Symbols(index, index.view(batch.shape).T.flatten(), rows)
+
+    def log_likelihood(self, X: Symbols, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
+        return emissionprob.log().T.contiguous().index_select(0, X.symbols)
+
+    def _emissions(self, batch: Batch, data: Symbols, parameters: Parameters) -> Tensor:
+        if data.rows is None or data.by_sequence is None:
+            return super()._emissions(batch, data, parameters)
+        table = parameters["emissionprob"].log().T.contiguous()
+        rows = torch.index_select(table, 0, data.by_sequence, out=data.rows)
+        return rows.view(*batch.shape[::-1], -1).transpose(0, 1)
+
+    def statistics(  # type: ignore[override]
+        self, X: Symbols, posteriors: Tensor, emissionprob: Tensor
+    ) -> Parameters:
+        counts = torch.zeros_like(emissionprob.T)
+        if X.symbols.is_cpu:
+            return {"counts": counts.index_add(0, X.symbols, posteriors).T}
+        # Of the ways to add rows by their index, this one adds in the same order in every run.
+        return {"counts": counts.index_put((X.symbols,), posteriors, accumulate=True).T}
+
+    def update(self, statistics: Parameters, emissionprob: Tensor) -> Parameters:  # type: ignore[override]
+        counts = statistics["counts"]
+        found = at_least_zero(prior(self.emissionprob_prior, counts) - 1 + counts)
+        return {"emissionprob": normalized(found, emissionprob)}
+
+    def means_of(self, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
+        return emissionprob
+
+    def draw(  # type: ignore[override]
+        self, states: Tensor, generator: torch.Generator, emissionprob: Tensor
+    ) -> Tensor:
+        uniform = torch.rand(
+            len(states), 1, generator=generator, dtype=torch.float64, device=states.device
+        )
+        ends = emissionprob.cumsum(1)
+        ends = ends / ends[:, -1:]
+        return (ends[states] <= uniform).sum(1, keepdim=True).clamp(max=ends.shape[1] - 1)
+
+
+class PoissonData(NamedTuple):
+    """Counts, and what of their log-probabilities depends on no parameter.
+
+    Fields:
+        features: the counts and where they are there, `[M, F + 1]` or `[M, 2 F]`.
+        is_positive: `[M, F]` fp64.
+        log_factorials: the sum over the columns, `[M, 1]`.
+    """
+
+    features: Tensor
+    is_positive: Tensor
+    log_factorials: Tensor
+
+
+class PoissonHMM(BaseHMM):
+    """A hidden Markov model whose states emit counts with Poisson distributions.
+
+    Args:
+        n_components: the number of states, C.
+        startprob_prior, transmat_prior: as in `BaseHMM`.
+        lambdas_prior, lambdas_weight: shape and rate of the gamma prior of the rates, numbers or
+            what broadcasts to `[C, F]`. A shape below 1 counts as 1, and both are none at 0.
+        algorithm, random_state, n_iter, tol, verbose: as in `BaseHMM`.
+        params, init_params: letters of s (start), t (transitions) and l (rates).
+        implementation, n_init: as in `BaseHMM`.
+
+    Its attributes are those of `BaseHMM` and the rates `lambdas_` `[C, F]`.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range.
+
+    Source: `hmmlearn.hmm.PoissonHMM`; Zucchini and MacDonald, Hidden Markov models for time
+    series, 2009.
+
+    Example:
+        >>> import torch
+        >>> from partita.hmm import PoissonHMM
+        >>> X = torch.tensor([[1.0], [0.0], [1.0], [9.0], [12.0], [10.0]])
+        >>> model = PoissonHMM(2, random_state=0, n_init=4, n_iter=50).fit(X)
+        >>> model.lambdas_.sort(0).values.round()
+        tensor([[ 1.],
+                [10.]])
+    """
+
+    emission_parameters: ClassVar[dict[str, str]] = {"l": "lambdas"}
+    has_missing_entries = True
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        startprob_prior: Any = 1.0,
+        transmat_prior: Any = 1.0,
+        lambdas_prior: Any = 0.0,
+        lambdas_weight: Any = 0.0,
+        algorithm: str = "viterbi",
+        random_state: Any = None,
+        n_iter: int = 10,
+        tol: float = 1e-2,
+        verbose: bool = False,
+        params: str = "stl",
+        init_params: str = "stl",
+        implementation: str = "log",
+        *,
+        n_init: int = 1,
+    ) -> None:
+        super().__init__(
+            *(n_components, startprob_prior, transmat_prior, algorithm, random_state, n_iter, tol),
+            *(verbose, params, init_params, implementation),
+            n_init=n_init,
+        )
+        self.lambdas_prior, self.lambdas_weight = lambdas_prior, lambdas_weight
+
+    def _check_features(self, batch: Batch) -> None:
+        super()._check_features(batch)
+        X = batch.values
+        if ((X < 0) | (X.floor() != X)).any():
+            raise ValueError("X: expected counts, whole numbers of 0 or more")
+
+    def _check_parameters(self, parameters: Parameters) -> None:
+        super()._check_parameters(parameters)
+        rates = parameters["lambdas"]
+        shape = (self.n_components, self.n_features or rates.shape[-1])
+        if rates.shape != shape or not (rates >= 0).all():
+            raise ValueError(
+                f"lambdas_: expected rates of 0 or more of shape {list(shape)}, got"
+                f" {rates.min().item()} in {list(rates.shape)}"
+            )
+
+    def initialize(self, X: Tensor, random: Any) -> Parameters:
+        C, F = self.n_components, X.shape[1]
+        counts = X[~X.isnan()]
+        mean, variance = counts.mean().item(), counts.var(correction=0).item()
+        if not mean or not variance:
+            return {"lambdas": torch.full((C, F), mean).to(X)}
+        drawn = random.gamma(shape=mean**2 / variance, scale=variance / mean, size=(C, F))
+        return {"lambdas": torch.from_numpy(drawn).to(X)}
+
+    def _prepare(self, batch: Batch) -> PoissonData:
+        X, observed = batch.values, batch.observed
+        is_there = X.new_ones(len(X), 1) if observed is None else observed.to(X.dtype)
+        log_factorials = torch.lgamma(X + 1).sum(1, keepdim=True)
+        return PoissonData(torch.cat([X, is_there], 1), (X > 0).to(X.dtype), log_factorials)
+
+    def log_likelihood(self, X: PoissonData, lambdas: Tensor) -> Tensor:  # type: ignore[override]
+        is_zero = lambdas == 0
+        rates = -lambdas
+        if X.features.shape[1] == lambdas.shape[1] + 1:
+            rates = rates.sum(1, keepdim=True)
+        factors = torch.cat([lambdas.log().masked_fill(is_zero, 0.0), rates], 1)
+        found = X.features @ factors.T - X.log_factorials
+        # A rate of 0 gives no count but 0.
+        return found.masked_fill(X.is_positive @ is_zero.to(lambdas.dtype).T > 0, -torch.inf)
+
+    def statistics(  # type: ignore[override]
+        self, X: PoissonData, posteriors: Tensor, lambdas: Tensor
+    ) -> Parameters:
+        F = X.is_positive.shape[1]
+        sums = sums_of_products(posteriors, X.features)
+        return {"n": sums[:, F:].expand(-1, F), "x": sums[:, :F]}
+
+    def update(self, statistics: Parameters, lambdas: Tensor) -> Parameters:  # type: ignore[override]
+        n, x = statistics["n"], statistics["x"]
+        shape = at_least_zero(prior(self.lambdas_prior, x) - 1)
+        rate = prior(self.lambdas_weight, x) + n
+        return {"lambdas": torch.where(rate > 0, (shape + x) / rate, lambdas)}
+
+    def means_of(self, lambdas: Tensor) -> Tensor:  # type: ignore[override]
+        return lambdas
+
+    def draw(  # type: ignore[override]
+        self, states: Tensor, generator: torch.Generator, lambdas: Tensor
+    ) -> Tensor:
+        return torch.poisson(lambdas[states], generator=generator)
