@@ -132,6 +132,7 @@ def test_the_ops_of_info_are_all() -> None:
     others = (
         "backend",
         "batch_invariant",
+        "hmm",
         "nn",
         "parallel",
         "testing",

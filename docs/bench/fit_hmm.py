@@ -1,6 +1,6 @@
 """Time one iteration of `fit` of partita.hmm beside hmmlearn, from the same parameters.
 
-    python docs/bench/hmm.py [cpu|cuda]
+    python docs/bench/fit_hmm.py [cpu|cuda]
 
 Where hmmlearn is installed, its new parameters are compared with ours. Both libraries run by turns,
 and the least time of each counts, since other processes only add to it.
