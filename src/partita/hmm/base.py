@@ -54,7 +54,7 @@ DECODERS = ("viterbi", "map")
 
 
 class Forecast(NamedTuple):
-    """What follows the observed steps, in the form of X.
+    """The forecast of the steps after the observed ones, in the form of X.
 
     With `lengths`, N sequences are forecast, and the fields have a dimension N after the first.
 
@@ -160,7 +160,7 @@ class BaseHMM:
         checks.choice("implementation", implementation, ("log", "scaling"))
         self.monitor_ = ConvergenceMonitor(tol, n_iter, verbose)
 
-    # What a subclass defines.
+    # A subclass defines these.
 
     def initialize(self, X: Tensor, random: Any) -> Parameters:
         """Return starting values of the emissions' parameters by name, `[C, ...]`."""
@@ -202,7 +202,7 @@ class BaseHMM:
         }
         return {"s": C - 1, "t": C * (C - 1), **emissions}
 
-    # What users call.
+    # Users call these.
 
     def fit(self, X: Any, lengths: Lengths | None = None) -> Self:
         """Estimate the parameters by expectation maximization.

@@ -1,4 +1,4 @@
-"""What users give, as padded batches, and results in the form in which they gave it."""
+"""Conversion of what users give to padded batches, and of results to the form they gave."""
 
 from __future__ import annotations
 
