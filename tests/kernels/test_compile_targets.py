@@ -52,7 +52,7 @@ SPILLED = {
     "rnnt_overlap_kernel": 64,
     # Around the loops over a row and in the loop over its reads: with 64 registers, more programs
     # load at the same time. The loops over blocks spill nothing.
-    "truncated_stats_kernel": 344,
+    "truncated_stats_kernel": 144,
     # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,
@@ -90,6 +90,8 @@ SPILLED_SINCE_3_7 = {
     # Once in a row.
     "softmax_row_kernel": 144,
     "softmax_backward_row_kernel": 160,
+    # Numbers of the row, around the loops over a row and one or two in them.
+    "truncated_stats_kernel": 400,
     # In the rare scan in fp64.
     "ctc_posterior_scan_kernel": 224,
     # Most of them around the loops, as before. In the loop over blocks of a row that is not

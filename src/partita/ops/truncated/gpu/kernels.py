@@ -7,8 +7,8 @@ it, reach a number or a probability. It runs over a tile, the logits of a bracke
 A program reads its row to take the totals, and collects the greatest classes, about a thousand, as
 the first tile. A tile without the threshold says on which side of it the threshold is, and the row
 is read again for another bracket: the rule and a sample of the row say where the threshold probably
-is. If that does not help, a read cuts the keys into parts and finds the one with the threshold. A
-short row is one tile.
+is. A bracket that has too many classes is cut at one of them, as quickselect does. A short row is
+one tile.
 
 With `slope` = log2(e) / temperature, the exponentials are 2**u,
 u = slope (x - shift). The weights of a search are ones or these exponentials.
@@ -37,7 +37,6 @@ from ....primitives.gpu.memory import load_vectors, prefetch_line
 from ....primitives.gpu.reduce import NOT_FOUND, locate_tile, tile_ptrs
 from ...cross_entropy.gpu.row_math import load_row_gradient
 
-PARTS = tl.constexpr(4)  # of a range of keys that one read compares
 MARGIN = tl.constexpr(3.0)  # of a guess, in standard deviations of what the sample says
 
 
@@ -341,7 +340,7 @@ def read_row(
 
     The read of TOTALS has no upper end. Its slots are the tile, and those that are left become
     -inf. Others start at the end of the row, which the cache has. Their slots stand behind the
-    tile, to which the classes are moved.
+    tile, to which the classes are moved, or one of them if they are too many.
     """
     LANES: tl.constexpr = TILE.lanes
     SLOTS: tl.constexpr = (1 if TOTALS else 2) * CANDIDATES // LANES
@@ -363,7 +362,7 @@ def read_row(
     block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
     collected = tl.sum(counts)
     complete = (tl.max(counts) <= SLOTS) & (collected <= CANDIDATES)
-    first_place = tl.cumsum(counts, axis=0) - counts
+    first_place, middle = tl.cumsum(counts, axis=0) - counts, collected // 2
     tl.debug_barrier()  # other threads have stored what this one reads
     for start in tl.range(0, SLOTS, PART):
         slot = start + tl.arange(0, PART)[:, None]
@@ -372,9 +371,11 @@ def read_row(
             padding = tl.full([PART, LANES], -float("inf"), maximum.dtype)
             tl.store(slots_ptr + places, padding, mask=exists == 0)
         else:
-            exists &= complete
+            is_pivot = (first_place <= middle) & (middle < first_place + counts)
+            exists &= complete | (is_pivot[None, :] & (slot == 0))
             x = tl.load(slots_ptr + places, mask=exists)
-            tl.store(buffer_ptr + first_place[None, :] + slot, x, mask=exists)
+            place = tl.where(complete, first_place[None, :] + slot, 0)
+            tl.store(buffer_ptr + place, x, mask=exists)
     if TOTALS:
         collected = tl.where(complete, CANDIDATES, collected)
     tl.debug_barrier()  # other threads will read what this one has stored
@@ -463,38 +464,6 @@ def guess_bracket(
     overlaps = (first <= high) & (last >= low)
     last = tl.where(overlaps, tl.minimum(last, high), high)
     return tl.minimum(tl.where(overlaps, tl.maximum(first, low), low), last), last
-
-
-@triton.jit
-def narrow(row, shift, goal, by_mass, low, high, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Return the part of [low, high] that has the threshold, after one read of the row.
-
-    It is the last of PARTS parts of equal length from whose first key on the weights reach the
-    goal. It ends at keys that the row has, if [low, high] does.
-    """
-    part = tl.arange(0, PARTS)
-    distance = (high.to(tl.int64) - low.to(tl.int64)).to(tl.uint64, bitcast=True)
-    length = (distance // PARTS).to(low.dtype) + 1
-    first = low + part.to(low.dtype) * length  # which may overflow twice, and is right then
-    edges = logit_of(first, SHIFT)[:, None, None]
-    LANES: tl.constexpr = TILE.lanes
-    sums, infinity = tl.zeros([PARTS, LANES], tl.float64), float("inf")
-    least = tl.full([LANES], infinity, row.slope.dtype)
-    greatest = -least
-    for start in range(0, row.classes, TILE.block):
-        x, _ = load_block(row, start, True, TILE)
-        weight = tl.where(by_mass, exponents(row, shift, x)[0], 1.0)
-        inside = (x >= logit_of(low, SHIFT)) & (x <= logit_of(high, SHIFT))
-        least = tl.minimum(least, tl.min(tl.where(inside, x, infinity), axis=0))
-        greatest = tl.maximum(greatest, tl.max(tl.where(inside, x, -infinity), axis=0))
-        sums += tl.sum(tl.where(x[None] >= edges, weight[None], 0.0), axis=1).to(tl.float64)
-    reaches = (tl.sum(sums, axis=1) >= goal) & (first <= high)
-    index = tl.max(tl.where(reaches, part, 0)).to(low.dtype)
-    low += index * length
-    high = tl.minimum(low + (length - 1), high)
-    least, greatest = key_of(tl.min(least), SHIFT), key_of(tl.max(greatest), SHIFT)
-    low = tl.where(least <= high, tl.maximum(low, least), low)
-    return low, tl.where(greatest >= low, tl.minimum(high, greatest), high)
 
 
 @triton.jit
@@ -706,11 +675,13 @@ def truncated_stats_kernel(
                     first = tl.where(step == 1, before, least)
                     last = first
                 elif (tries > 2) | (is_overfull & (tries > 1)):
-                    reads = 0
-                    while (reads < 4) & (low < high):
-                        low, high = narrow(row, shift, goal, step == 2, low, high, SHIFT, TILE)
-                        reads += 1
-                    first, last = low, high
+                    if is_overfull:  # The keys are halved in turn, as a class may be no good pivot.
+                        middle = (first & last) + ((first ^ last) >> 1)
+                        of_class = key_of(tl.load(buffer_ptr), SHIFT)
+                        first = tl.where(tries % 4 >= 2, of_class, middle)
+                        last = first
+                    else:
+                        first, last = low, high
                 else:
                     rest = tl.where(step == 2, total, classes.to(tl.float64)) - goal
                     rule = (rest, step == 2, MARGIN * tries, low, high)
