@@ -350,6 +350,8 @@ def read_row(
     maximum = tl.full([LANES], -float("inf"), row.slope.dtype)
     state = Reading(counts, counts, zeros, zeros, maximum, counts, 0)
     slots_ptr = buffer_ptr if TOTALS else buffer_ptr + CANDIDATES
+    # Beside a uniform register, ptxas would load the constant `slope` for each multiply-add.
+    shift = tl.where(tl.arange(0, LANES) < row.classes, shift, 0.0)
     args = (row, shift, bracket, slots_ptr)
     unmasked = row.classes // TILE.block * TILE.block
     tl.debug_barrier()  # other threads may still read the buffer
