@@ -91,7 +91,7 @@ SPILLED_SINCE_3_7 = {
     "softmax_row_kernel": 144,
     "softmax_backward_row_kernel": 160,
     # Numbers of the row, around the loops over a row and one or two in them.
-    "truncated_stats_kernel": 400,
+    "truncated_stats_kernel": 320,
     # In the rare scan in fp64.
     "ctc_posterior_scan_kernel": 224,
     # Most of them around the loops, as before. In the loop over blocks of a row that is not

@@ -255,70 +255,116 @@ def collect_assembly(step):
     return registers + " ".join(code) + " mov.b64 $0, {low, high}; done: }"
 
 
+@triton.constexpr_function
+def bracket_assembly(step, is_first):
+    """Return PTX with which a thread adds up those of 8 logits above a bracket and stores its own.
+
+    An offset, a number and two sums are results and operands. An address, the bounds of the
+    bracket, the logits and their exponents follow. Offsets from the address are `step` bytes apart.
+    The sums have the order of `tl.sum`, so the second of the first two products comes first.
+    """
+    code = []
+    for i in range(0, 8, 2):
+        adds = []
+        for x, u, p in ((11 + i, 19 + i, "p"), (12 + i, 20 + i, "q")):
+            code += [f"setp.gt.f32 {p}, ${x}, $10; setp.ge.and.f32 inside, ${x}, $9, !{p};"]
+            code += ["cvt.u64.u32 address, $0; add.s64 address, address, $8;"]
+            code += [f"@inside st.global.b32 [address], ${x}; @inside add.s32 $0, $0, {step};"]
+            adds += [f"ex2.approx.ftz.f32 e, ${u}; @{p} add.s32 $1, $1, 1;"]
+            adds[-1] += f"@{p} add.f32 $2, $2, e; @{p} fma.rn.f32 $3, e, ${u}, $3;"
+        code += adds[::-1] if is_first and i == 0 else adds
+    return "{ .reg .pred p, q, inside; .reg .f32 e; .reg .b64 address; " + " ".join(code) + " }"
+
+
 @triton.jit
-def read_block(
-    state,
-    row,
-    shift,
-    bracket,
-    buffer_ptr,
-    start,
-    MASKED: tl.constexpr,
-    TOTALS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
+def numbers_of_lanes(x):
+    """Return the numbers of a block, [., LANES], as a tuple of [LANES]. A thread has them all."""
+    bits = x.to(tl.int64 if x.dtype == tl.float64 else tl.int32, bitcast=True)
+    index, found = tl.arange(0, x.shape[0])[:, None], ()
+    for i in tl.static_range(x.shape[0]):
+        number = tl.sum(tl.where(index == i, bits, 0), axis=0).to(x.dtype, bitcast=True)
+        found = found + (number,)
+    return found
+
+
+@triton.jit
+def store_logits(logits, low, high, ptr, place):
+    """Store the logits of lanes that are in a bracket, and return the next places."""
+    for i in tl.static_range(len(logits)):
+        inside = (logits[i] >= low) & (logits[i] <= high)
+        tl.store(ptr + place, logits[i], mask=inside)
+        place += tl.where(inside, place.shape[0], 0)
+    return place
+
+
+@triton.jit
+def read_totals(
+    state, row, shift, slots, start, MASKED: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Add a block to the state of lanes. Each stores its classes of the bracket in their order."""
-    collected, number, mass, sum_x_exp, maximum, block, _ = state
-    low, high = bracket
+    """Add a block to the sum and the maximum of lanes, and store its classes from a bound on."""
     logit, mask = load_block(row, start, MASKED, TILE)
     x = capped_logits(logit, mask, row.softcap, logit.dtype)
-    u = exponent(row, shift, x)
-    if TOTALS:
-        of_block, at = tl.max(x, axis=0), start // TILE.block
-        mass += tl.sum(tl.exp2(u), axis=0).to(tl.float64)
-    else:
-        above = logit > high
-        u = tl.where(above, u, -10000.0)
-        e = tl.exp2(u)
-        number += tl.sum(above.to(tl.int32), axis=0)
-        mass += tl.sum(e, axis=0).to(tl.float64)
-        sum_x_exp += tl.sum(e * u, axis=0).to(tl.float64)
+    mass = state.mass + tl.sum(tl.exp2(exponent(row, shift, x)), axis=0).to(tl.float64)
+    of_block, at, logits = tl.max(x, axis=0), start // TILE.block, numbers_of_lanes(logit)
     LANES: tl.constexpr = TILE.lanes
-    bits = logit.to(tl.int64 if logit.dtype == tl.float64 else tl.int32, bitcast=True)
-    index = tl.arange(0, logit.shape[0])[:, None]
-    place = tl.minimum(collected, SLOTS) * LANES + tl.arange(0, LANES)
-    if TOTALS and TILE.access > 0 and row.ptr.dtype.element_ty.primitive_bitwidth == 16:
+    place = tl.minimum(state.collected, SLOTS) * LANES + tl.arange(0, LANES)
+    if TILE.access > 0 and row.ptr.dtype.element_ty.primitive_bitwidth == 16:
         # The block after the next one comes to the L2 cache meanwhile.
         ahead = tl.minimum(start + 2 * TILE.block, row.classes - TILE.block)
         prefetch_line(row.ptr + ahead + tl.arange(0, LANES) * logit.shape[0])
-        first, logits = (buffer_ptr + place).to(tl.int64), ()
+        first = (slots[0] + place).to(tl.int64)
         found = (first, tl.full([LANES], -float("inf"), tl.float32))
         ASSEMBLY: tl.constexpr = collect_assembly(4 * LANES)
-        for i in tl.static_range(logit.shape[0]):
-            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(tl.float32, bitcast=True)
-            logits = logits + (x,)
-            if i % 8 == 7:
-                args = found + (low,) + logits
-                found = tl.inline_asm_elementwise(
-                    ASSEMBLY, "=&l,=&f,0,1" + ",f" * 9, args, (tl.int64, tl.float32), False, 1
-                )
-                logits = ()
-        collected += (found[0] - first).to(tl.int32) // (4 * LANES)
+        for i in tl.static_range(0, len(logits), 8):
+            args = found + (slots[1],) + logits[i : i + 8]
+            found = tl.inline_asm_elementwise(
+                ASSEMBLY, "=&l,=&f,0,1" + ",f" * 9, args, (tl.int64, tl.float32), False, 1
+            )
+        number = (found[0] - first).to(tl.int32) // (4 * LANES)
         of_block = found[1] if row.softcap is None else of_block
     else:
-        first_place = place
-        for i in tl.static_range(logit.shape[0]):
-            x = tl.sum(tl.where(index == i, bits, 0), axis=0).to(logit.dtype, bitcast=True)
-            inside = x >= low if TOTALS else (x >= low) & (x <= high)
-            tl.store(buffer_ptr + place, x, mask=inside)
-            place += tl.where(inside, LANES, 0)
-        collected += (place - first_place) // LANES
-    if TOTALS:
-        is_first = (of_block > maximum) | ((of_block == maximum) & (at < block))
-        block = tl.where(is_first, at, block)
-        maximum = tl.maximum(maximum, of_block)
-    return Reading(collected, number, mass, sum_x_exp, maximum, block, 0)
+        number = (store_logits(logits, slots[1], float("inf"), slots[0], place) - place) // LANES
+    is_first = (of_block > state.maximum) | ((of_block == state.maximum) & (at < state.block))
+    block, maximum = tl.where(is_first, at, state.block), tl.maximum(state.maximum, of_block)
+    sums = (state.number, mass, state.sum_x_exp)
+    return Reading(state.collected + number, *sums, maximum, block, 0)
+
+
+@triton.jit
+def read_bracket(
+    state, row, shift, slots, start, MASKED: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr
+):
+    """Add a block's classes above the bracket to the sums of lanes, and store those in it."""
+    logit, _ = load_block(row, start, MASKED, TILE)
+    u, logits = exponent(row, shift, apply_softcap(logit, row.softcap)), numbers_of_lanes(logit)
+    LANES: tl.constexpr = TILE.lanes
+    place = tl.minimum(state.collected, SLOTS) * LANES + tl.arange(0, LANES)
+    if TILE.access > 0 and logit.dtype == tl.float32:
+        zeros, us = tl.zeros([LANES], tl.float32), numbers_of_lanes(u)
+        found = (place * 4, zeros.to(tl.int32), zeros, zeros)
+        bracket = (slots[0].to(tl.int64), slots[1], slots[2])
+        KINDS: tl.constexpr = "=&r,=&r,=&f,=&f,0,1,2,3,l" + ",f" * 18
+        for i in tl.static_range(0, len(logits), 8):
+            args = found + bracket + logits[i : i + 8] + us[i : i + 8]
+            found = tl.inline_asm_elementwise(
+                bracket_assembly(4 * LANES, i == 0),
+                KINDS,
+                args,
+                (tl.int32, tl.int32, tl.float32, tl.float32),
+                False,
+                1,
+            )
+        end, number, mass, sum_x_exp = found[0] // 4, found[1], found[2], found[3]
+    else:
+        above = logit > slots[2]
+        u = tl.where(above, u, -10000.0)
+        e = tl.exp2(u)
+        number, mass = tl.sum(above.to(tl.int32), axis=0), tl.sum(e, axis=0)
+        sum_x_exp = tl.sum(e * u, axis=0)
+        end = store_logits(logits, slots[1], slots[2], slots[0], place)
+    mass, sum_x_exp = state.mass + mass.to(tl.float64), state.sum_x_exp + sum_x_exp.to(tl.float64)
+    collected, sums = state.collected + (end - place) // LANES, (state.number + number, mass)
+    return Reading(collected, *sums, sum_x_exp, state.maximum, state.block, 0)
 
 
 @triton.jit
@@ -345,21 +391,21 @@ def read_row(
     LANES: tl.constexpr = TILE.lanes
     SLOTS: tl.constexpr = (1 if TOTALS else 2) * CANDIDATES // LANES
     PART: tl.constexpr = min(SLOTS, 4)
-    bracket = (logit_of(first, SHIFT), logit_of(last, SHIFT))
     zeros, counts = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
     maximum = tl.full([LANES], -float("inf"), row.slope.dtype)
     state = Reading(counts, counts, zeros, zeros, maximum, counts, 0)
     slots_ptr = buffer_ptr if TOTALS else buffer_ptr + CANDIDATES
+    unmasked = row.classes // TILE.block * TILE.block
+    read_block: tl.constexpr = read_totals if TOTALS else read_bracket
     # Beside a uniform register, ptxas would load the constant `slope` for each multiply-add.
     shift = tl.where(tl.arange(0, LANES) < row.classes, shift, 0.0)
-    args = (row, shift, bracket, slots_ptr)
-    unmasked = row.classes // TILE.block * TILE.block
+    args = (row, shift, (slots_ptr, logit_of(first, SHIFT), logit_of(last, SHIFT)))
     tl.debug_barrier()  # other threads may still read the buffer
     if unmasked < row.classes:
-        state = read_block(state, *args, unmasked, True, TOTALS, SLOTS, TILE)
+        state = read_block(state, *args, unmasked, True, SLOTS, TILE)
     for start in range(0, unmasked, TILE.block):
         at = start if TOTALS else unmasked - TILE.block - start
-        state = read_block(state, *args, at, False, TOTALS, SLOTS, TILE)
+        state = read_block(state, *args, at, False, SLOTS, TILE)
     maximum, counts = tl.max(state.maximum), state.collected
     block = tl.min(tl.where(state.maximum == maximum, state.block, NOT_FOUND))
     collected = tl.sum(counts)
