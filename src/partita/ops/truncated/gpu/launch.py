@@ -34,7 +34,7 @@ EACH = 16  # classes of a block for each thread
 REGISTERS = 512  # of a thread, times the warps of its program
 TILE = 4096  # classes that are searched at once at most
 SAMPLE = 4096  # classes from which thresholds are guessed
-BINS = 256
+BINS = 128
 # The low bits of the key of a number in fp32 that all keys of a half type share.
 SHARED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -93,7 +93,7 @@ def truncated_of_rows(
         WHOLE=whole,
         CANDIDATES=candidates,
         SAMPLE=SAMPLE // part,
-        BINS=BINS // part,
+        BINS=BINS,
         TILE=tile,
         num_warps=tile.num_warps,
         **limit,
