@@ -28,6 +28,8 @@ from ..common import ContrastiveKernels, Logits, LogSumExp
 # The rows and columns of a program. Large tiles share the work of a sum over rows among warps; with
 # more rows the gradient would take more registers than a thread has.
 SCANNED, DIFFERENTIATED = (128, 128), (32, 128)
+# A sum of exponentials from this one on has lost nothing to underflow, which begins below 1e-38.
+SMALLEST_SUM = tl.constexpr(1e-30)
 MERGED, MERGED_PARTS = 64, 16  # results of a program that merges, and the parts it loads together
 
 
@@ -78,13 +80,18 @@ def load_tile(logits, stride, R, C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
 
 
 @triton.jit
-def store_part(parts, logit, place, size, block, AXIS: tl.constexpr):
-    """Store the log-sum-exps of a tile over an axis; `place` are those of the others."""
-    maximum = tl.max(logit, axis=AXIS, keep_dims=True)
-    total = tl.sum(exp(logit - finite_shift(maximum)), axis=AXIS, keep_dims=True)
+def store_part(parts, maximum, total, place, size, block):
+    """Store the log-sum-exps of a tile over an axis; `place` are those of the other."""
     offset = block.to(tl.int64) * size + place
     tl.store(parts.maximum + offset, maximum, mask=place < size)
     tl.store(parts.total + offset, total, mask=place < size)
+
+
+@triton.jit
+def logsumexp(logit, AXIS: tl.constexpr):
+    """Return the maxima over an axis of a tile, and the sums of the exponentials below them."""
+    maximum = tl.max(logit, axis=AXIS, keep_dims=True)
+    return maximum, tl.sum(exp(logit - finite_shift(maximum)), axis=AXIS, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -116,9 +123,28 @@ def contrastive_scan_kernel(
         tl.store(rows.total + offset, total, mask=tile.row < R)
     else:
         x = tl.where(tile.mask, tile.logit, -float("inf"))
-        store_part(rows, x, tile.row, R, tile.column_block, 1)
-        if columns is not None:
-            store_part(columns, x, tile.column, C, tile.row_block, 0)
+        of_rows = (tile.row, R, tile.column_block)
+        if columns is None:
+            store_part(rows, *logsumexp(x, 1), *of_rows)
+        else:
+            # One exponential serves for both sums, as none underflows that matters to its own sum.
+            of_columns = (tile.column, C, tile.row_block)
+            maximum = tl.max(x)
+            e = exp(x - finite_shift(maximum))
+            row_sum, column_sum = (
+                tl.sum(e, axis=1, keep_dims=True),
+                tl.sum(e, axis=0, keep_dims=True),
+            )
+            least = tl.minimum(
+                tl.min(tl.where(tile.row < R, row_sum, float("inf"))),
+                tl.min(tl.where(tile.column < C, column_sum, float("inf"))),
+            )
+            if least >= SMALLEST_SUM:
+                store_part(rows, maximum, row_sum, *of_rows)
+                store_part(columns, maximum, column_sum, *of_columns)
+            else:
+                store_part(rows, *logsumexp(x, 1), *of_rows)
+                store_part(columns, *logsumexp(x, 0), *of_columns)
 
 
 @triton.jit(do_not_specialize=["R", "factor"])
