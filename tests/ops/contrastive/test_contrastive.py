@@ -141,6 +141,20 @@ def test_a_loss_near_zero_does_not_cancel() -> None:
 
 
 @devices
+def test_rows_and_columns_far_below_the_others(device: str) -> None:
+    """Their exponentials vanish beside those of the other logits of a tile."""
+    of = inputs(torch.float32, device, "softmax")
+    with torch.no_grad():
+        for x in of[:2]:
+            x.copy_(F.normalize(0.1 * x + 1, dim=1))
+        of[0][3] *= -1
+        of[1][77] *= -0.2
+        of[2].fill_(300.0)
+    for result, truth in zip(run(of), exact(of, "softmax"), strict=True):
+        assert (result - truth).abs().max() <= 2e-5 * truth.abs().max()
+
+
+@devices
 def test_few_rows(device: str) -> None:
     for kind in ("softmax", "sigmoid"):
         a, b = (torch.zeros(0, 3, device=device, requires_grad=True) for _ in range(2))

@@ -25,8 +25,11 @@ from ....runtime.launch import cdiv, launch
 from .. import common
 from ..common import ContrastiveKernels, Logits, LogSumExp
 
-# With 64 rows the gradient in a half type takes 255 registers of a thread, and some are spilled.
-TILE_ROWS, TILE_COLUMNS = 32, 128
+# The rows and columns of a program. Large tiles share the work of a sum over rows among warps; with
+# more rows the gradient would take more registers than a thread has.
+SCANNED, DIFFERENTIATED = (128, 128), (32, 128)
+# A sum of exponentials from this one on has lost nothing to underflow, which begins below 1e-38.
+SMALLEST_SUM = tl.constexpr(1e-30)
 MERGED, MERGED_PARTS = 64, 16  # results of a program that merges, and the parts it loads together
 
 
@@ -37,6 +40,7 @@ class Tile(NamedTuple):
         row, column: their places in the chunk, [R, 1] and [1, C].
         mask: which of them exist, [R, C].
         is_pair: which are those of pairs, [R, C].
+        has_pairs: whether there may be any; most tiles have none.
         similarity, logit: the products and the logits, [R, C].
         row_block, column_block: the place of the tile.
     """
@@ -45,6 +49,7 @@ class Tile(NamedTuple):
     column: Any
     mask: Any
     is_pair: Any
+    has_pairs: Any
     similarity: Any
     logit: Any
     row_block: Any
@@ -56,29 +61,40 @@ def load_tile(logits, stride, R, C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """Load the tile of this program."""
     blocks = tl.cdiv(C, TILE_C)
     row_block, column_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    row = (row_block.to(tl.int64) * TILE_R + tl.arange(0, TILE_R))[:, None]
-    column = (column_block.to(tl.int64) * TILE_C + tl.arange(0, TILE_C))[None, :]
+    first_row, first_column = row_block * TILE_R, column_block * TILE_C
+    r, c = tl.arange(0, TILE_R)[:, None], tl.arange(0, TILE_C)[None, :]
+    row, column = first_row + r, first_column + c
     mask = (row < R) & (column < C)
-    similarity = tl.load(logits.similarities + row * stride + column, mask=mask, other=0.0)
+    # Offsets in a tile have 32 bits, since one for each logit is computed.
+    start = logits.similarities + (first_row.to(tl.int64) * stride + first_column)
+    similarity = tl.load(start + (r * stride + c), mask=mask, other=0.0)
     # The shift is subtracted from the same rounded logit that is stored for a pair.
     logit = rounded_product(similarity, tl.load(logits.scale))
     if logits.bias is not None:
         logit += tl.load(logits.bias)
+    # The columns of the pairs start at this one.
+    pairs = first_row + logits.first
+    has_pairs = (pairs < first_column + TILE_C) & (pairs + TILE_R > first_column)
     is_pair = mask & (column == row + logits.first)
-    return Tile(row, column, mask, is_pair, similarity, logit, row_block, column_block)
+    return Tile(row, column, mask, is_pair, has_pairs, similarity, logit, row_block, column_block)
 
 
 @triton.jit
-def store_part(parts, logit, place, size, block, AXIS: tl.constexpr):
-    """Store the log-sum-exps of a tile over an axis; `place` are those of the others."""
-    maximum = tl.max(logit, axis=AXIS, keep_dims=True)
-    total = tl.sum(exp(logit - finite_shift(maximum)), axis=AXIS, keep_dims=True)
+def store_part(parts, maximum, total, place, size, block):
+    """Store the log-sum-exps of a tile over an axis; `place` are those of the other."""
     offset = block.to(tl.int64) * size + place
     tl.store(parts.maximum + offset, maximum, mask=place < size)
     tl.store(parts.total + offset, total, mask=place < size)
 
 
-@triton.jit(do_not_specialize=["R", "C"])
+@triton.jit
+def logsumexp(logit, AXIS: tl.constexpr):
+    """Return the maxima over an axis of a tile, and the sums of the exponentials below them."""
+    maximum = tl.max(logit, axis=AXIS, keep_dims=True)
+    return maximum, tl.sum(exp(logit - finite_shift(maximum)), axis=AXIS, keep_dims=True)
+
+
+@triton.jit(do_not_specialize=["R"])
 def contrastive_scan_kernel(
     logits,  # Logits, [R, C]
     stride,
@@ -96,7 +112,8 @@ def contrastive_scan_kernel(
     Of sigmoids it computes the sum of the losses of each row.
     """
     tile = load_tile(logits, stride, R, C, TILE_R, TILE_C)
-    tl.store(pairs_ptr + tile.row + tile.column * 0, tile.logit, mask=tile.is_pair)
+    if tile.has_pairs:
+        tl.store(pairs_ptr + tile.row + tile.column * 0, tile.logit, mask=tile.is_pair)
     if IS_SIGMOID:
         x = tl.where(tile.is_pair, -tile.logit, tile.logit)
         # The loss of a logit is log(1 + exp(x)).
@@ -106,12 +123,31 @@ def contrastive_scan_kernel(
         tl.store(rows.total + offset, total, mask=tile.row < R)
     else:
         x = tl.where(tile.mask, tile.logit, -float("inf"))
-        store_part(rows, x, tile.row, R, tile.column_block, 1)
-        if columns is not None:
-            store_part(columns, x, tile.column, C, tile.row_block, 0)
+        of_rows = (tile.row, R, tile.column_block)
+        if columns is None:
+            store_part(rows, *logsumexp(x, 1), *of_rows)
+        else:
+            # One exponential serves for both sums, as none underflows that matters to its own sum.
+            of_columns = (tile.column, C, tile.row_block)
+            maximum = tl.max(x)
+            e = exp(x - finite_shift(maximum))
+            row_sum, column_sum = (
+                tl.sum(e, axis=1, keep_dims=True),
+                tl.sum(e, axis=0, keep_dims=True),
+            )
+            least = tl.minimum(
+                tl.min(tl.where(tile.row < R, row_sum, float("inf"))),
+                tl.min(tl.where(tile.column < C, column_sum, float("inf"))),
+            )
+            if least >= SMALLEST_SUM:
+                store_part(rows, maximum, row_sum, *of_rows)
+                store_part(columns, maximum, column_sum, *of_columns)
+            else:
+                store_part(rows, *logsumexp(x, 1), *of_rows)
+                store_part(columns, *logsumexp(x, 0), *of_columns)
 
 
-@triton.jit(do_not_specialize=["R", "C", "factor"])
+@triton.jit(do_not_specialize=["R", "factor"])
 def contrastive_gradient_kernel(
     logits,  # Logits, [R, C]
     stride,
@@ -143,9 +179,12 @@ def contrastive_gradient_kernel(
         if columns is not None:
             of_columns = probabilities(tile.logit, columns, tile.column, C, gradient_ptr)
             gradient = (gradient + of_columns) * 0.5
-        gradient -= tl.where(tile.is_pair, 1.0, 0.0)
+        if tile.has_pairs:
+            gradient -= tl.where(tile.is_pair, 1.0, 0.0)
     gradient = tl.where(tile.mask, gradient, 0.0).to(dtype)
-    ptrs = gradient_ptr + tile.row * gradient_stride + tile.column
+    start = gradient_ptr + tile.row_block.to(tl.int64) * TILE_R * gradient_stride
+    r, c = tl.arange(0, TILE_R)[:, None], tl.arange(0, TILE_C)[None, :]
+    ptrs = start + tile.column_block * TILE_C + (r * gradient_stride + c)
     rounded = (gradient * factor).to(gradient_ptr.dtype.element_ty)
     tl.store(ptrs, rounded, mask=tile.mask)
     offset, mask = tile.column_block.to(tl.int64) * R + tile.row, tile.row < R
@@ -200,20 +239,22 @@ def contrastive_merge_kernel(
         tl.store(result.maximum + place, maximum, mask=exists)
 
 
-def launch_tiles(kernel: Any, chunk: Logits, is_sigmoid: bool, **options: Any) -> None:
+def launch_tiles(
+    kernel: Any, chunk: Logits, is_sigmoid: bool, tile: tuple[int, int], **options: Any
+) -> None:
     """Launch a program for each tile of a chunk."""
     R, C = chunk.similarities.shape
     launch(
         kernel,
-        cdiv(R, TILE_ROWS) * cdiv(C, TILE_COLUMNS),
+        cdiv(R, tile[0]) * cdiv(C, tile[1]),
         logits=chunk,
         stride=chunk.similarities.stride(0),
         R=R,
         C=C,
         **options,
         IS_SIGMOID=is_sigmoid,
-        TILE_R=TILE_ROWS,
-        TILE_C=TILE_COLUMNS,
+        TILE_R=tile[0],
+        TILE_C=tile[1],
         num_warps=8,
     )
 
@@ -245,15 +286,15 @@ def scan(
 ) -> None:
     """Write the statistics of a chunk; see `ContrastiveKernels`."""
     R, C = chunk.similarities.shape
-    of_rows = LogSumExp(*pairs.new_empty(2, cdiv(C, TILE_COLUMNS), R))
+    of_rows = LogSumExp(*pairs.new_empty(2, cdiv(C, SCANNED[1]), R))
     of_columns = None
     if columns is not None:
-        of_columns = LogSumExp(*pairs.new_empty(2, cdiv(R, TILE_ROWS), C))
+        of_columns = LogSumExp(*pairs.new_empty(2, cdiv(R, SCANNED[0]), C))
     if is_sigmoid:
         rows.maximum.zero_()
         of_rows, rows = (each._replace(maximum=None) for each in (of_rows, rows))
     tensors = {"rows": of_rows, "columns": of_columns, "pairs_ptr": pairs}
-    launch_tiles(contrastive_scan_kernel, chunk, is_sigmoid, **tensors)
+    launch_tiles(contrastive_scan_kernel, chunk, is_sigmoid, SCANNED, **tensors)
     merge(of_rows, rows)
     if columns is not None and of_columns is not None:
         merge(of_columns, columns, adds)
@@ -270,11 +311,12 @@ def gradient(
 ) -> None:
     """Write the gradient of a chunk of logits and the sums of its rows; see the reference."""
     R, C = chunk.similarities.shape
-    parts = sums.new_empty(2, cdiv(C, TILE_COLUMNS), R)
+    parts = sums.new_empty(2, cdiv(C, DIFFERENTIATED[1]), R)
     launch_tiles(
         contrastive_gradient_kernel,
         chunk,
         is_sigmoid,
+        DIFFERENTIATED,
         rows=rows,
         columns=columns,
         gradient_ptr=result,
