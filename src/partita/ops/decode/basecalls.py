@@ -153,6 +153,7 @@ class Basecalls(NamedTuple):
         Example:
             >>> import torch, partita
             >>> scores = torch.zeros(400, 1, 4, 5)
+            >>> scores[..., 0] = -5.0  # a move at each step
             >>> calls = partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5)
             >>> correct = torch.arange(401)[None] % 100 > 0  # one base of a hundred is wrong
             >>> offset, scale = calls.calibrate(correct)
