@@ -155,7 +155,7 @@ class Basecalls(NamedTuple):
             >>> scores = torch.zeros(400, 1, 4, 5)
             >>> scores[..., 0] = -5.0  # a move at each step
             >>> calls = partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5)
-            >>> correct = torch.arange(401)[None] % 100 > 0  # one base of a hundred is wrong
+            >>> correct = torch.arange(401)[None] % 100 < 99  # one base of a hundred is wrong
             >>> offset, scale = calls.calibrate(correct)
             >>> set(calls.qstring(offset, scale)[0])
             {'5'}
