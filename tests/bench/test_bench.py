@@ -34,7 +34,7 @@ CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,open-clip,koi,seqdist,"
-    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode"
+    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode,kenlm,hmmlearn"
 )
 TINY = "--elements 2048 --columns 16,33 --repetitions 2"
 SOFTMAX = f"softmax {TINY} --no-sweep --device cpu"
@@ -81,7 +81,8 @@ def test_all_ops_with_table_csv_and_picture(
                 for part in ("inference", "forward", "backward", "total")
             } <= found
         assert ("ctc_align", "inference", dtype, "partita") in found
-        assert ("semi_markov_viterbi", "inference", dtype, "partita") in found
+        for op in ("semi_markov_viterbi", "semi_markov_nbest", "hmm_fit", "ctc_crf_stitch"):
+            assert (op, "inference", dtype, "partita") in found
         assert ("cross_entropy", "total", dtype, "partita-inplace") in found
     parts = ("inference", "forward", "backward", "total")
     from_hidden = {
@@ -312,8 +313,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "chess",
             "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
             " linear_cross_entropy, linear_cross_entropy_lora, linear_truncated_stats, divergence,"
-            " linear_support_stats, contrastive_loss, chain, linear_chain, semi_markov, ctc, rnnt,"
-            " decode, got 'chess'",
+            " linear_support_stats, contrastive_loss, chain, linear_chain, semi_markov, hmm, ctc,"
+            " rnnt, decode, ngram, got 'chess'",
         ),
         ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
