@@ -81,9 +81,11 @@ def test_all_ops_with_table_csv_and_picture(
                 for part in ("inference", "forward", "backward", "total")
             } <= found
         assert ("ctc_align", "inference", dtype, "partita") in found
-        for op in ("semi_markov_viterbi", "semi_markov_nbest", "hmm_fit", "ctc_crf_stitch"):
-            assert (op, "inference", dtype, "partita") in found
+        assert ("semi_markov_viterbi", "inference", dtype, "partita") in found
+        assert ("semi_markov_nbest", "inference", dtype, "partita") in found
         assert ("cross_entropy", "total", dtype, "partita-inplace") in found
+    for op, dtype in (("hmm_fit", "fp32"), ("ctc_crf_stitch", "fp32"), ("ngram_advance", "fp64")):
+        assert (op, "inference", dtype, "partita") in found
     parts = ("inference", "forward", "backward", "total")
     from_hidden = {
         (part, "bf16", name)

@@ -187,10 +187,12 @@ OURS: dict[str, Decoder] = {
     "ctc_beam": lambda inputs: ctc_beam_search(inputs.scores, beam_width=inputs.beam_width),
     "ctc_crf_viterbi": over_kmers("viterbi"),
     "ctc_crf_beam": over_kmers("beam"),
-    "ctc_crf_stitch": lambda inputs: stitch(inputs.calls, inputs.overlap, chunks=inputs.chunks),
 }
 PROVIDERS: Functions = {
-    "partita": {op: given(function) for op, function in OURS.items()},
+    "partita": {
+        **{op: given(function) for op, function in OURS.items()},
+        "ctc_crf_stitch": given(lambda x: stitch(x.calls, x.overlap, chunks=x.chunks)),
+    },
     "koi": {"ctc_crf_beam": Limited(koi_beam, needs_gpu)},
     "fast-ctc-decode": {
         "ctc_greedy": Limited(lambda: fast_ctc_decode("viterbi_search"), on_the_host),

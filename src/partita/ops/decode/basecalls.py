@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,13 +206,13 @@ class Basecalls(NamedTuple):
             >>> calls.to_fastq(["read"])
             '@read\\nT\\n+\\n<\\n'
         """
-        names = range(len(self.labels)) if names is None else names
-        if len(names) != len(self.labels):
-            raise ValueError(f"names: expected {len(self.labels)} names, got {len(names)}")
-        for name in names:
+        found: Sequence[Any] = range(len(self.labels)) if names is None else names
+        if len(found) != len(self.labels):
+            raise ValueError(f"names: expected {len(self.labels)} names, got {len(found)}")
+        for name in found:
             if len(str(name).splitlines()) != 1:
                 raise ValueError(f"names: expected names of one line, got {name!r}")
-        rows = zip(names, self.to_string(alphabet), self.qstring(offset, scale), strict=True)
+        rows = zip(found, self.to_string(alphabet), self.qstring(offset, scale), strict=True)
         return "".join(f"@{name}\n{text}\n+\n{quality}\n" for name, text, quality in rows)
 
     def _raw_phred(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,7 +168,7 @@ def _reads(
 
 def _integers(name: str, value: int | Sequence[int]) -> list[int]:
     """Return a number or several ones as a list, or raise `TypeError`."""
-    numbers = list(value) if isinstance(value, (list, tuple)) else [value]
+    numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
     for number in numbers:
         checks.python_int(name, number)
     return numbers
