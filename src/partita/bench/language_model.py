@@ -84,7 +84,7 @@ def kenlm(score: Callable[[Any, Any, NgramInputs], list[Any]]) -> Limited:
     def loaded() -> Callable[[NgramInputs], Tensor]:
         Model, State = load("kenlm", "Model")(), load("kenlm", "State")()
         model = lru_cache(maxsize=1)(lambda path: Model(str(path)))
-        return lambda x: LN10 * torch.tensor(score(State, model(x.path), x)).double()
+        return lambda x: LN10 * torch.tensor(score(State, model(x.path), x), dtype=torch.float64)
 
     return Limited(loaded, lambda x: "runs on the host" if x.states.is_cuda else None)
 
