@@ -88,9 +88,11 @@ def test_a_calibration_finds_the_offset_and_scale_of_the_errors(
     assert deviations[0] < 1 and deviations[1] < 0.1
 
 
-def test_a_calibration_has_the_greatest_likelihood() -> None:
-    qualities = (drawn(3000) * 100).round() / 100
-    wrong = errors_of(qualities, 5.0, 0.7)
+@pytest.mark.parametrize(("offset", "scale"), [(5.0, 0.7), (-9.0, 1.4), (-17.0, 1.7)])
+def test_a_calibration_has_the_greatest_likelihood(offset: float, scale: float) -> None:
+    """In the last two cases the first steps of the scoring are too long."""
+    qualities = (drawn(20_000) * 100).round() / 100
+    wrong = errors_of(qualities, offset, scale)
     offset, scale = calls_of(qualities).calibrate(~wrong)
 
     def log_likelihood(offset: float, scale: float) -> float:
