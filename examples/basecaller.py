@@ -6,8 +6,10 @@ The current depends on the three bases inside of the pore. A base stays there fo
 and the current is noisy. The network learns from short pieces of random sequences and is never told
 where a base begins. Then it reads one long strand in overlapping chunks, as basecallers do: each
 chunk is decoded by itself, and `stitch` joins the called bases. The three methods of
-`ctc_crf_decode` are compared with the true sequence, and the calls of the beam search are written
-as FASTQ. The exit code is 1 when these have an identity below 97 %.
+`ctc_crf_decode` are compared with the true sequence. Qualities are calibrated on more strands whose
+sequence is known, and compared with the errors of others. The calls of the beam search are written
+as FASTQ with calibrated qualities. The exit code is 1 when they have an identity below 97 %, or
+more or fewer errors than twice or half of what the qualities say, at low, middle or high ones.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +41,8 @@ STRIDE = 2  # samples of a step of the network
 K, BASES = 3, 4
 SIZES = {"state_len": K, "alphabet_size": BASES + 1}
 STRAND = 9000  # samples
+STRANDS = 8  # to calibrate qualities, and as many to compare them with errors
+GROUPS = 3  # of bases by their quality, as large as each other
 CHUNK, OVERLAP = 400, 80  # steps
 METHODS = ("viterbi", "posterior", "beam")
 MARGIN = 50  # samples that the picture shows on both sides of an overlap
@@ -60,16 +65,38 @@ class Comparison(NamedTuple):
     is_right: list[bool]  # whether each called base is that of the best alignment
 
 
+class Errors(NamedTuple):
+    """The errors in a group of called bases."""
+
+    bases: int
+    wrong: int
+    before: float  # the number of wrong bases according to the qualities before the calibration
+    after: float  # and with it
+
+
 @dataclass(frozen=True)
 class Report:
-    """The results of a run. The last four are those of the beam search."""
+    """The results of a run. All but the first two are those of the beam search."""
 
     identity: dict[str, float]  # of the calls of each method with the truth
     bases: int
     chunks: int
     like_whole: float  # identity with the calls of the strand in one piece
-    right: float  # the share of called bases that are right
-    promised: float  # that share according to the qualities
+    calibration: tuple[float, float]  # offset and scale
+    errors: list[Errors]  # of strands that the calibration has not seen, by quality
+    mean_quality: float  # of these strands, calibrated
+
+    @property
+    def holds(self) -> bool:
+        """Return whether each group has from half to twice as many errors as its qualities say.
+
+        Three standard deviations of their number count as none.
+        """
+        spread = [3 * each.after**0.5 for each in self.errors]
+        return all(
+            each.after / 2 - sigma <= each.wrong <= each.after * 2 + sigma
+            for each, sigma in zip(self.errors, spread, strict=True)
+        )
 
 
 def levels() -> Tensor:
@@ -145,12 +172,19 @@ def chunks_of(signal: Tensor) -> tuple[Tensor, list[int], int]:
     return chunks, [*[CHUNK] * (N - 1), total - (N - 1) * stride], total
 
 
-def call(model: nn.Module, signal: Tensor, method: str) -> Basecalls:
-    """Return the called bases of one strand, which is read in chunks."""
-    chunks, lengths, total = chunks_of(signal)
-    scores = model(chunks)
-    calls = partita.ctc_crf_decode(scores, **SIZES, input_lengths=lengths, method=method)
-    return partita.stitch(calls, OVERLAP, length=total)
+def truths(reads: Reads) -> list[str]:
+    """Return the true bases of each read."""
+    rows = zip(reads.targets.tolist(), reads.lengths.tolist(), strict=True)
+    return ["".join("NACGT"[base] for base in row[:length]) for row, length in rows]
+
+
+def call(model: nn.Module, signals: Tensor, method: str) -> Basecalls:
+    """Return the called bases of strands, all of whose chunks are one batch."""
+    chunks, lengths, totals = zip(*map(chunks_of, signals), strict=True)
+    calls = partita.ctc_crf_decode(
+        model(torch.cat(chunks)), **SIZES, input_lengths=[*chain(*lengths)], method=method
+    )
+    return partita.stitch(calls, OVERLAP, chunks=[*map(len, chunks)], length=totals)
 
 
 def compare(called: str, truth: str) -> Comparison:
@@ -174,9 +208,27 @@ def compare(called: str, truth: str) -> Comparison:
     return Comparison(float(1 - rows[-1][-1] / max(len(b), 1)), is_right[::-1])
 
 
-def qualities_of(calls: Basecalls) -> list[int]:
-    """Return the Phred quality of each base of the first sequence, as it stands in FASTQ."""
-    return [ord(letter) - 33 for letter in calls.to_fastq().splitlines()[3]]
+def correct_bases(calls: Basecalls, reads: Reads) -> Tensor:
+    """Return whether each called base is right, `[N, S]`."""
+    correct = torch.zeros_like(calls.labels, dtype=torch.bool)
+    for row, text, truth in zip(correct, calls.to_string(), truths(reads), strict=True):
+        row[: len(text)] = torch.tensor(compare(text, truth).is_right, dtype=torch.bool)
+    return correct
+
+
+def phred_of(qualities: list[str]) -> Tensor:
+    """Return the numbers that stand for all qualities of some lines of FASTQ."""
+    return torch.tensor([*"".join(qualities).encode("ascii")], dtype=torch.float64) - 33
+
+
+def errors_of(calls: Basecalls, correct: Tensor, calibration: tuple[float, float]) -> list[Errors]:
+    """Return the errors of groups of bases, from the worst quality to the best."""
+    valid = torch.arange(correct.shape[1]) < calls.lengths[:, None]
+    before, after = phred_of(calls.qstring()), phred_of(calls.qstring(*calibration))
+    columns = ~correct[valid], 10 ** (-before / 10), 10 ** (-after / 10)
+    order = calls.log_probs[valid].argsort(stable=True)
+    parts = zip(*(column[order].tensor_split(GROUPS) for column in columns), strict=True)
+    return [Errors(len(x), int(x.sum()), float(y.sum()), float(z.sum())) for x, y, z in parts]
 
 
 def draw_bases(
@@ -196,7 +248,8 @@ def draw_bases(
             current.plot([sample, sample], [low, low + 0.35], color=MUTED, lw=1)
     text = calls.to_string()[0]
     starts = [*(STRIDE * calls.steps[0, : len(text)]).tolist(), reads.signals.shape[1]]
-    rows = zip(text, starts, starts[1:], qualities_of(calls), is_right, strict=False)
+    qualities = phred_of(calls.qstring()[:1]).tolist()
+    rows = zip(text, starts, starts[1:], qualities, is_right, strict=False)
     for base, start, stop, quality, right in rows:
         if begin <= start and stop <= end:
             middle, colour = (start + stop) / 2, COLOURS[base]
@@ -214,7 +267,7 @@ def draw_bases(
     bars.plot([first, first + STRIDE * OVERLAP], [-3, -3], color=MUTED, lw=4, clip_on=False)
     current.set(xlim=(begin, end), ylim=(low, high), xticks=[], ylabel="current")
     bars.set(xlim=(begin, end), ylim=(0, 52), xlabel="sample; two chunks share the marked ones")
-    bars.set(ylabel="Phred quality", yticks=[0, 20, 40])
+    bars.set(ylabel="Phred quality,\nnot calibrated", yticks=[0, 20, 40])
     current.set_title(
         "Current around an overlap of two chunks, and the called bases from their moves on"
         " (ticks: true bases; red: wrong)",
@@ -222,29 +275,44 @@ def draw_bases(
     )
 
 
-def draw_histogram(axes: Axes, qualities: list[int], is_right: list[bool]) -> None:
-    """Plot the number of right and of wrong bases at each quality."""
-    rows = list(zip(qualities, is_right, strict=True))
-    parts = [[quality for quality, right in rows if right is kind] for kind in (True, False)]
-    axes.hist(parts, bins=range(0, 55, 5), color=[BLUE, RED], label=["right", "wrong"])
-    axes.set(xlabel="Phred quality", yscale="log", title="Called bases of each quality")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(frameon=False)
+def draw_errors(axes: Axes, errors: list[Errors]) -> None:
+    """Plot the quality that was written beside that of the errors, with two standard deviations."""
+    errors = [each for each in errors if each.bases]
+    for name, colour, label in (("before", MUTED, "not calibrated"), ("after", BLUE, "calibrated")):
+        written = [-10 * np.log10(getattr(each, name) / each.bases) for each in errors]
+        # Half of an error stands for none.
+        ends = [
+            [-10 * np.log10(max(each.wrong + z * each.wrong**0.5, 0.5) / each.bases) for z in zs]
+            for each in errors
+            for zs in [(2, 0, -2)]
+        ]
+        seen = [middle for _, middle, _ in ends]
+        bars = np.array([[middle - low, high - middle] for low, middle, high in ends]).T
+        axes.errorbar(written, seen, bars, color=colour, label=label, fmt="o", capsize=3)
+    axes.axline((0, 0), slope=1, color=INK, lw=1)
+    axes.set(xlim=(0, 32), ylim=(0, 32), xlabel="Phred quality that is written")
+    axes.set(ylabel="that of the errors", title="Qualities and errors of other strands")
+    axes.legend(frameon=False, loc="lower right")
 
 
 def draw(
-    path: Path, losses: list[float], reads: Reads, calls: Basecalls, found: Comparison
+    path: Path,
+    losses: list[float],
+    reads: Reads,
+    calls: Basecalls,
+    found: Comparison,
+    errors: list[Errors],
 ) -> None:
     figure = Figure(figsize=(13, 8), layout="constrained")
     grid = figure.add_gridspec(3, 2, height_ratios=(2.2, 1, 1.8))
     current, bars = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, :])
     draw_bases(current, bars, reads, calls, found.is_right)
-    training, histogram = figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1])
+    training, reliability = figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1])
     training.plot(losses, color=BLUE, lw=1)
     log_axis(training, steps=(1.0, 2.0, 5.0))
     training.set(xlabel="batch", title="CTC-CRF loss of a base, nats")
-    draw_histogram(histogram, qualities_of(calls), found.is_right)
-    for axes in (current, bars, training, histogram):
+    draw_errors(reliability, errors)
+    for axes in (current, bars, training, reliability):
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     known = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
@@ -259,25 +327,35 @@ def run(
     model = Basecaller()
     losses = train(model, batches, generator, quiet)
     reads = simulate(1, STRAND, generator)
-    truth = "".join("NACGT"[base] for base in reads.targets[0, : int(reads.lengths[0])].tolist())
+    (truth,) = truths(reads)
+    known, others = simulate(STRANDS, STRAND, generator), simulate(STRANDS, STRAND, generator)
+    beam = METHODS[-1]
     with torch.no_grad():
-        calls = {method: call(model, reads.signals[0], method) for method in METHODS}
+        calls = {method: call(model, reads.signals, method) for method in METHODS}
+        of_known, of_others = call(model, known.signals, beam), call(model, others.signals, beam)
         scores = model(reads.signals)
-    best = calls[METHODS[-1]]
+    best = calls[beam]
     found = {method: compare(each.to_string()[0], truth) for method, each in calls.items()}
-    whole = partita.ctc_crf_decode(scores, **SIZES, method=METHODS[-1])
-    draw(out, losses, reads, best, found[METHODS[-1]])
+    whole = partita.ctc_crf_decode(scores, **SIZES, method=beam)
+    correct = correct_bases(of_known, known)
+    # A network that has hardly been trained calls few bases, and they may all be right.
+    all_right = int(correct.sum()) == int(of_known.lengths.sum())
+    calibration = (0.0, 1.0) if all_right else of_known.calibrate(correct)
+    errors = errors_of(of_others, correct_bases(of_others, others), calibration)
+    draw(out, losses, reads, best, found[beam], errors)
+    offset, scale = calibration
     if fastq:
         fastq.parent.mkdir(parents=True, exist_ok=True)
-        fastq.write_text(best.to_fastq(["strand"]), encoding="ascii")
-    is_right, number = found[METHODS[-1]].is_right, int(best.lengths)
+        text = best.to_fastq(["strand"], offset=offset, scale=scale)
+        fastq.write_text(text, encoding="ascii")
     return Report(
         identity={method: each.identity for method, each in found.items()},
         bases=len(truth),
         chunks=len(chunks_of(reads.signals[0])[0]),
         like_whole=compare(best.to_string()[0], whole.to_string()[0]).identity,
-        right=sum(is_right) / max(number, 1),
-        promised=float(best.log_probs[0, :number].exp().mean()),
+        calibration=calibration,
+        errors=errors,
+        mean_quality=float(of_others.mean_q(offset=offset, scale=scale).mean()),
     )
 
 
@@ -308,12 +386,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for method, identity in report.identity.items():
         print(f"Identity of {method}: {identity:.1%}")
     print(f"Identity with the strand in one piece: {report.like_whole:.1%}")
-    print(f"Right bases: {report.right:.1%}, by their qualities {report.promised:.1%}")
+    offset, scale = report.calibration
+    print(f"Calibration: offset {offset:.1f}, scale {scale:.2f}, from {STRANDS} strands")
+    for name, each in zip(("low", "middle", "high"), report.errors, strict=True):
+        print(
+            f"Errors at {name} qualities of others: {each.wrong} of {each.bases} bases,"
+            f" by qualities {each.after:.0f} (not calibrated {each.before:.0f})"
+        )
+    print(f"Mean quality: {report.mean_quality:.1f}")
     print(f"Picture: {options.out}")
-    if report.identity[METHODS[-1]] < REQUIRED_IDENTITY and options.batches < BATCHES:
+    learnt = report.identity[METHODS[-1]] >= REQUIRED_IDENTITY
+    if not (learnt and report.holds) and options.batches < BATCHES:
         print(f"{options.batches} batches are too few to learn this; {BATCHES} are the default.")
-    elif report.identity[METHODS[-1]] < REQUIRED_IDENTITY:
+    elif not learnt:
         print(f"The identity is below {REQUIRED_IDENTITY:.0%}.", file=sys.stderr)
+        return 1
+    elif not report.holds:
+        print("Other strands have more or fewer errors than their qualities say.", file=sys.stderr)
         return 1
     return 0
 

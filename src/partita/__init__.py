@@ -14,10 +14,11 @@ from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss, word_spans
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
-from .ops.decode.basecalls import Basecalls, stitch
+from .ops.decode.basecalls import Basecalls
 from .ops.decode.common import Hypotheses
 from .ops.decode.language_model import NgramLM
 from .ops.decode.phrase_boost import PhraseBoost
+from .ops.decode.stitch import stitch
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
 from .ops.divergence.common import Distillation
 from .ops.linear_chain.api import (

@@ -34,7 +34,7 @@ CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,open-clip,koi,seqdist,"
-    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode"
+    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode,kenlm,hmmlearn"
 )
 TINY = "--elements 2048 --columns 16,33 --repetitions 2"
 SOFTMAX = f"softmax {TINY} --no-sweep --device cpu"
@@ -82,7 +82,10 @@ def test_all_ops_with_table_csv_and_picture(
             } <= found
         assert ("ctc_align", "inference", dtype, "partita") in found
         assert ("semi_markov_viterbi", "inference", dtype, "partita") in found
+        assert ("semi_markov_nbest", "inference", dtype, "partita") in found
         assert ("cross_entropy", "total", dtype, "partita-inplace") in found
+    for op, dtype in (("hmm_fit", "fp32"), ("ctc_crf_stitch", "fp32"), ("ngram_advance", "fp64")):
+        assert (op, "inference", dtype, "partita") in found
     parts = ("inference", "forward", "backward", "total")
     from_hidden = {
         (part, "bf16", name)
@@ -312,8 +315,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "chess",
             "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
             " linear_cross_entropy, linear_cross_entropy_lora, linear_truncated_stats, divergence,"
-            " linear_support_stats, contrastive_loss, chain, linear_chain, semi_markov, ctc, rnnt,"
-            " decode, got 'chess'",
+            " linear_support_stats, contrastive_loss, chain, linear_chain, semi_markov, hmm, ctc,"
+            " rnnt, decode, ngram, got 'chess'",
         ),
         ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),

@@ -33,6 +33,7 @@ ALIGNMENT_VITERBI = dataclasses.replace(VITERBI, table=chain.alignment)
 LINEAR_LOGZ = linear_chain.LogZ("linear_chain", torch.float32, 20, 3, 6)
 LINEAR_VITERBI = linear_chain.Viterbi("linear_viterbi", torch.float32, 20, 3, 6)
 SEGMENTS = linear_chain.SegmentsLogZ("semi_markov", torch.float32, 9, 2, 3, 4)
+NBEST_SEGMENTS = linear_chain.SegmentsNBest("semi_markov_nbest", torch.float32, 9, 2, 3, 4)
 BEST_SEGMENTS = linear_chain.SegmentsViterbi("semi_markov_viterbi", torch.float32, 9, 2, 3, 4)
 GPU = torch.device("cuda")
 
@@ -89,6 +90,24 @@ def test_ours_and_the_loop_are_right(
         *((viterbi.op, name, "inference") for name in paths),
     ]
     assert all(row.error <= (1e-6 if row.provider == "partita" else 1e-4) for row in rows)
+
+
+def test_the_best_paths_are_judged() -> None:
+    (row,) = run([NBEST_SEGMENTS], PARTITA)
+    assert row.timing and row.error <= 1e-6
+
+    def twice(*inputs: Tensor) -> Any:
+        return [
+            torch.cat([part[:1], part[:-1]])
+            for part in partita.SemiMarkovChain(*inputs).nbest(linear_chain.PATHS)[1:]
+        ]
+
+    def worse(*inputs: Tensor) -> Any:
+        best = partita.SemiMarkovChain(*inputs).nbest(linear_chain.PATHS + 1)
+        return [part[1:] for part in best[1:]]
+
+    assert "expected 0" in note_of_wrong(NBEST_SEGMENTS, twice)
+    note_of_wrong(NBEST_SEGMENTS, worse, "partita")
 
 
 @pytest.mark.parametrize("table", [chain.kmers, chain.alignment])

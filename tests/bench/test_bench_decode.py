@@ -18,6 +18,24 @@ VITERBI = decode.CrfCase("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
 CRF_BEAM = decode.CrfCase("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
 
 
+STITCH = decode.StitchCase("ctc_crf_stitch", torch.float32, 24, 9, 3)
+
+
+def test_reads_of_a_batch_are_compared_with_each_read() -> None:
+    inputs = STITCH.inputs(Buffers(CPU.device))
+    assert inputs.chunks == [3, 3, 1, 1, 1] and inputs.overlap == 3
+    (row,) = run([STITCH], PARTITA)
+    assert row.timing and row.error == 0
+
+    def off(inputs: decode.StitchInputs) -> partita.Basecalls:
+        found = partita.stitch(inputs.calls, inputs.overlap, chunks=inputs.chunks)
+        found.steps[0, -1] += 1
+        return found
+
+    (row,) = run_as("partita", STITCH, off)
+    assert row.timing is None and row.note.startswith("wrong: 1")
+
+
 def test_ours_loses_nothing() -> None:
     rows = run([GREEDY, BEAM, VITERBI, CRF_BEAM], PARTITA)
     assert all(row.timing and row.error <= 1e-9 for row in rows) and len(rows) == 4

@@ -1,6 +1,8 @@
 """The examples at a small size, and the code of the README."""
 
 import csv
+import dataclasses
+import math
 import os
 import random
 import re
@@ -353,6 +355,7 @@ def test_basecaller_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(basecaller, "STRAND", 2000)
+    monkeypatch.setattr(basecaller, "STRANDS", 2)
     out, fastq = tmp_path / "new folder" / "picture", tmp_path / "strand.fastq"
     arguments = ["--batches", "2", "--out", str(out), "--fastq", str(fastq), "--quiet"]
     assert basecaller.main(arguments) == 0
@@ -361,7 +364,9 @@ def test_basecaller_command(
         "Strand",
         *(f"Identity of {method}" for method in basecaller.METHODS),
         "Identity with the strand in one piece",
-        "Right bases",
+        "Calibration",
+        *(f"Errors at {name} qualities of others" for name in ("low", "middle", "high")),
+        "Mean quality",
         "Picture",
     ]
     assert "2 batches are too few" in lines[-1]
@@ -370,9 +375,27 @@ def test_basecaller_command(
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_calibrated_qualities_of_a_basecaller_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each third of the bases has at most twice and at least half of the errors that it says."""
+    monkeypatch.setattr(basecaller, "STRANDS", 4)
+    fastq = tmp_path / "strand.fastq"
+    report = basecaller.run(60, 0, tmp_path / "picture.png", fastq, quiet=True)
+    assert report.holds and sum(each.wrong for each in report.errors) > 50
+    uncalibrated = [each._replace(after=each.before) for each in report.errors]
+    assert not dataclasses.replace(report, errors=uncalibrated).holds
+    assert report.calibration[1] > 0  # errors are rarer at greater qualities
+    error = sum(each.after for each in report.errors) / sum(each.bases for each in report.errors)
+    assert report.mean_quality == pytest.approx(-10 * math.log10(error), abs=1)
+    qualities = basecaller.phred_of(fastq.read_text(encoding="ascii").splitlines()[3:])
+    assert qualities.min() >= 1 and qualities.max() <= 50
+
+
 def test_basecaller_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basecaller, "STRAND", 900)
+    monkeypatch.setattr(basecaller, "STRANDS", 2)
     arguments = {"batches": 2, "seed": 3, "out": tmp_path / "picture.svg", "quiet": True}
     first, second = two_reports(basecaller, monkeypatch, **arguments)
-    # The mean of the qualities has a bit of every score.
-    assert first == second and 0 < first.promised < 1
+    # The sums of errors depend on the qualities of all bases.
+    assert first == second and first.errors[0].before > 0

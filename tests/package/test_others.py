@@ -26,6 +26,7 @@ EXCEPTIONS = {
     ("testing/compare.py", "_settings.fill_uninitialized_memory"): "poisoned memory, in a block",
     ("testing/compare.py", "torch.use_deterministic_algorithms"): "poisoned memory, in a block",
     ("bench/parallel.py", "torch.manual_seed"): "processes that the benchmark starts",
+    ("bench/hmm.py", "setattr"): "models that the benchmark makes, of either library",
     ("bench/heads.py", "identity.semantic_value_key"): "the peer QuACK, if it is measured",
     ("bench/linear_chain.py", "setattr"): "a module of the peer pytorch-crf",
     ("bench/linear_chain.py", "delattr"): "a module of the peer pytorch-crf",

@@ -2,7 +2,8 @@
 
 The error is the number of nats that the tokens found lose against those of the reference in fp64,
 summed over all alignments; below 0 they are more probable. Decoders of others search one sequence
-at a time on the host or a batch on a GPU.
+at a time on the host or a batch on a GPU. The chunks of a batch of reads are joined too, which is
+compared with one read after another.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..ops.ctc_crf.api import ctc_crf_loss
 from ..ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from ..ops.decode.basecalls import Basecalls
 from ..ops.decode.common import Hypotheses
+from ..ops.decode.stitch import stitch
 from ..runtime.backend import backend
 from .case import (
     Attempt,
@@ -36,7 +38,7 @@ from .case import (
     needs_gpu,
 )
 from .chain import BASES
-from .paths import READ, SequencesCase
+from .paths import READ, SequencesCase, worst
 
 SEQUENCES_JUDGED = 2  # the reference is a loop in Python
 ALLOWED = 1e-4  # nats that may be lost to a rounding that decides between prefixes
@@ -61,6 +63,11 @@ BEAM_SIZES = Sizes(
 CRF_SIZES = Sizes([(2000, 64, 1024, 32)], [(2000, 64, 1024, 32)], [(400, 2, 256, 32)], CRF_QUICK)
 
 
+# Steps, chunks, and chunks of a read; the other reads have one.
+STITCH_SIZES = Sizes([(1000, 1024, 16)], [(1000, 1024, 16)], [(1000, 64, 16)], [(40, 6, 3)])
+STITCHED_STATES = 16
+
+
 class DecodeInputs(NamedTuple):
     """Scores of a batch, all of full length."""
 
@@ -69,6 +76,14 @@ class DecodeInputs(NamedTuple):
 
 
 Decoder = Callable[[DecodeInputs], Any]  # returns what its library does; `tokens_of` reads it
+
+
+class StitchInputs(NamedTuple):
+    """The called bases of chunks, and the number of chunks of each read."""
+
+    calls: Basecalls
+    overlap: int
+    chunks: list[int]
 
 
 def characters(classes: int) -> list[str]:
@@ -174,7 +189,10 @@ OURS: dict[str, Decoder] = {
     "ctc_crf_beam": over_kmers("beam"),
 }
 PROVIDERS: Functions = {
-    "partita": {op: given(function) for op, function in OURS.items()},
+    "partita": {
+        **{op: given(function) for op, function in OURS.items()},
+        "ctc_crf_stitch": given(lambda x: stitch(x.calls, x.overlap, chunks=x.chunks)),
+    },
     "koi": {"ctc_crf_beam": Limited(koi_beam, needs_gpu)},
     "fast-ctc-decode": {
         "ctc_greedy": Limited(lambda: fast_ctc_decode("viterbi_search"), on_the_host),
@@ -282,12 +300,50 @@ class CrfCase(DecodeCase):
         return -ctc_crf_loss(scores, target, lengths, **sizes, reduction="sum")
 
 
+@dataclass(frozen=True)
+class StitchCase(SequencesCase):
+    """The chunks of a batch of reads, half of which have many chunks and the others one."""
+
+    sequences: int
+    of_a_read: int
+
+    sizes = ("steps", "sequences", "of_a_read")
+    dimensions = ("steps", "sequences")
+    scores = "moves"
+
+    def inputs(self, buffers: Buffers) -> StitchInputs:
+        shape = (self.steps, self.sequences, STITCHED_STATES, BASES + 1)
+        calls = OURS["ctc_crf_viterbi"](
+            DecodeInputs(buffers.normal("scores", shape, self.dtype), 1)
+        )
+        long = self.sequences // (self.of_a_read + 1)
+        single = self.sequences - long * self.of_a_read
+        return StitchInputs(calls, self.steps // 8, [self.of_a_read] * long + [1] * single)
+
+    def standard(self, inputs: StitchInputs) -> list[Basecalls]:
+        parts = zip(*(part.split(inputs.chunks) for part in inputs.calls), strict=True)
+        return [stitch(Basecalls(*part), inputs.overlap) for part in parts]
+
+    def verdicts(self, attempt: Attempt, standard: list[Basecalls]) -> Iterator[Verdict]:
+        """Count the bases of each read that are others than where it is joined alone."""
+        found = attempt.function(attempt.inputs)
+        for n, read in enumerate(standard):
+            S = read.labels.shape[1]
+            differ = (found.labels[n, :S] != read.labels[0]) | (found.steps[n, :S] != read.steps[0])
+            wrong = (differ.sum() + (found.lengths[n] != read.lengths[0])).double()
+            yield worst(wrong, 0.0, wrong, torch.zeros_like(wrong))
+
+    def inference(self, attempt: Attempt) -> Loop:
+        return Loop((("inference", lambda: attempt.function(attempt.inputs)),))
+
+
 decode_cases = cases_of(
     {
         "ctc_greedy": (Greedy, GREEDY_SIZES),
         "ctc_beam": (Beam, BEAM_SIZES),
         "ctc_crf_viterbi": (CrfCase, CRF_SIZES),
         "ctc_crf_beam": (CrfCase, CRF_SIZES),
+        "ctc_crf_stitch": (StitchCase, STITCH_SIZES),
     },
     torch.float32,
 )

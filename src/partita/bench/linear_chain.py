@@ -2,7 +2,8 @@
 
 The truth comes from the kernels of sparse chains.
 
-Semi-Markov chains: the same with scores of durations. The truth comes from a loop over the steps.
+Semi-Markov chains: the same with scores of durations, and the best paths one after another. The
+truth comes from a loop over the steps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..ops.linear_chain.api import LinearChain
 from ..ops.semi_markov.api import SemiMarkovChain
 from ..primitives.semiring import Max
+from ..runtime.backend import backend
 from ..runtime.dtypes import acc_dtype
 from ..testing.samples.in_torch import linear_chain as loop_logz
 from ..testing.samples.in_torch import semi_markov_chain as segments_logz
@@ -40,6 +42,7 @@ SIZES = Sizes(
     [(100, 64, 20), (500, 32, 50), (100_000, 1, 16)],
     [(40, 8, 10), (300, 1, 16)],
 )
+PATHS = 8  # of `nbest`
 FULL_SEGMENT_SIZES = (  # steps, sequences, states and durations
     (1000, 32, 24, 50),
     (200, 64, 10, 16),
@@ -49,6 +52,15 @@ FULL_SEGMENT_SIZES = (  # steps, sequences, states and durations
 SEGMENT_SIZES = Sizes(
     FULL_SEGMENT_SIZES,
     FULL_SEGMENT_SIZES[:2],
+    [(200, 8, 24, 20), (200, 16, 10, 16)],
+    [(40, 4, 6, 5)],
+)
+
+
+# The truth of the best paths is a loop over the steps in PyTorch, with a sort at each.
+NBEST_SIZES = Sizes(
+    [(1000, 32, 24, 50), (200, 64, 10, 16)],
+    [(200, 64, 10, 16)],
     [(200, 8, 24, 20), (200, 16, 10, 16)],
     [(40, 4, 6, 5)],
 )
@@ -202,6 +214,7 @@ PROVIDERS: Functions = {
         "linear_viterbi": lambda: lambda *inputs: LinearChain(*inputs).viterbi().states,
         "semi_markov": lambda: lambda *inputs: SemiMarkovChain(*inputs).logz(),
         "semi_markov_viterbi": lambda: lambda *inputs: SemiMarkovChain(*inputs).viterbi()[1:],
+        "semi_markov_nbest": lambda: lambda *inputs: SemiMarkovChain(*inputs).nbest(PATHS)[1:],
     },
     "torch": {
         "linear_chain": Limited(lambda: loop_logz, beyond_loop),
@@ -309,11 +322,26 @@ class SegmentsViterbi(BestCase, SemiMarkovCase):
             return chain.log_prob(*found) + chain.logz()
 
 
+@dataclass(frozen=True)
+class SegmentsNBest(SegmentsViterbi):
+    """The best paths, which all differ."""
+
+    def standard(self, inputs: SemiMarkovInputs) -> Tensor:
+        with backend("reference"):
+            return SemiMarkovChain(*in_fp64(inputs)).nbest(PATHS).score
+
+    def broken(self, inputs: SemiMarkovInputs, found: Any) -> Tensor:
+        states, starts = found  # [k, T, N]
+        same = (states[:, None] == states) & (starts[:, None] == starts)
+        return same.all(2).sum(1).ne(1).any(0)  # each path is like itself alone
+
+
 linear_chain_cases = cases_of({"linear_chain": (LogZ, SIZES), "linear_viterbi": (Viterbi, SIZES)})
 semi_markov_cases = cases_of(
     {
         "semi_markov": (SegmentsLogZ, SEGMENT_SIZES),
         "semi_markov_viterbi": (SegmentsViterbi, SEGMENT_SIZES),
+        "semi_markov_nbest": (SegmentsNBest, NBEST_SIZES),
     }
 )
 OPS = {"linear_chain": linear_chain_cases, "semi_markov": semi_markov_cases}

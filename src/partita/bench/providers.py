@@ -11,10 +11,25 @@ from collections.abc import Iterable
 import torch
 
 from ..cli.console import UsageError
-from . import chain, ctc, decode, heads, linear_chain, pairs, rnnt, rows, support
+from . import (
+    chain,
+    ctc,
+    decode,
+    heads,
+    hmm,
+    language_model,
+    linear_chain,
+    pairs,
+    rnnt,
+    rows,
+    support,
+)
 from .case import Function, Load, Provider, given
 
-FAMILIES = (rows, heads, support, pairs, chain, linear_chain, ctc, rnnt, decode)
+FAMILIES = (
+    *(rows, heads, support, pairs),
+    *(chain, linear_chain, hmm, ctc, rnnt, decode, language_model),
+)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 # PyTorch's functions that take few operations, so that its compiler is quick. The others have
 # PyTorch's functions too, with loops over the steps.
@@ -76,6 +91,8 @@ PEERS = (
     _provider("torchaudio", "torchaudio"),
     _provider("fast-ctc-decode", "fast-ctc-decode"),
     _provider("pyctcdecode", "pyctcdecode"),
+    _provider("kenlm", "kenlm"),
+    _provider("hmmlearn", "hmmlearn"),
 )
 
 

@@ -135,21 +135,155 @@ def test_a_chunk_without_a_path_leaves_no_bases() -> None:
     assert (found.steps == -1).all()
 
 
+def plain_stitch(calls: Basecalls, overlap: int, length: int) -> tuple[list[int], list[int]]:
+    """Return labels and steps of one read, joined step by step as the docstring says."""
+    (N, T), k = calls.moves.shape, calls.labels.shape[1] - calls.moves.shape[1]
+    stride, labels, steps = T - overlap, calls.labels.tolist(), calls.steps.tolist()
+
+    def base_before(n: int, step: int) -> int:
+        return k - 1 + sum(calls.moves[n, :step].tolist())
+
+    def agreement(n: int, step: int) -> int:
+        """Return how far chunks n and n + 1 agree before a step of the second one."""
+        i, j = base_before(n, stride + step), base_before(n + 1, step)
+        if labels[n][i - k + 1 : i + 1] != labels[n + 1][j - k + 1 : j + 1]:
+            return 0
+        return 1 + (steps[n + 1][j] >= 0 and steps[n][i] == stride + steps[n + 1][j])
+
+    cuts = [
+        min(range(overlap + 1), key=lambda s: (-agreement(n, s), abs(2 * s - overlap)))
+        for n in range(N - 1)
+    ]
+    found_labels, found_steps = labels[0][:k], [-1] * k
+    for n in range(N):
+        for i in range(k, int(calls.lengths[n])):
+            step = steps[n][i] + n * stride
+            begin = n * stride + cuts[n - 1] if n else 0
+            end = (n + 1) * stride + cuts[n] if n < N - 1 else N * T
+            if begin <= step < end and step < length:
+                found_labels.append(labels[n][i]), found_steps.append(step)
+    return found_labels, found_steps
+
+
+OVERLAP, LENGTHS = 11, (83, 30, 19, 12, 49, 0)  # with T = 30: 4, 1, 1, 1, 2 and 1 chunks
+
+
+def chunks_of_reads(device: str = "cpu") -> tuple[Basecalls, list[int]]:
+    """Return calls of noise in chunks of 30 steps, and the number of chunks of each read."""
+    T, stride = 30, 30 - OVERLAP
+    counts = [1 + max(0, -(-(length - T) // stride)) for length in LENGTHS]
+    chunks, lengths = [], []
+    for seed, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
+        scores = read_of((count - 1) * stride + T, 2, certainty=1.5, seed=seed)
+        scores[length:] = torch.nan
+        chunks += [scores[n * stride : n * stride + T] for n in range(count)]
+        lengths += [T] * (count - 1) + [length - (count - 1) * stride]
+    batch = torch.cat(chunks, 1).to(device)
+    return partita.ctc_crf_decode(
+        batch, state_len=2, alphabet_size=BASES + 1, input_lengths=lengths
+    ), counts
+
+
+def some(calls: Basecalls, first: int, number: int) -> Basecalls:
+    return Basecalls(*(part[first : first + number] for part in calls))
+
+
+def test_a_batch_of_reads_is_each_read() -> None:
+    calls, counts = chunks_of_reads()
+    found = stitch(calls, OVERLAP, chunks=counts, length=LENGTHS)
+    assert found.labels.shape == (6, 85) and found.moves.shape == (6, 83)
+    first, reads = 0, []
+    for r, (count, length) in enumerate(zip(counts, LENGTHS, strict=True)):
+        reads.append(some(calls, first, count))
+        first += count
+        labels, steps = plain_stitch(reads[-1], OVERLAP, length)
+        assert found.labels[r].tolist() == labels + [0] * (85 - len(labels))
+        assert found.steps[r].tolist() == steps + [-1] * (85 - len(steps))
+        assert found.lengths[r] == len(labels)
+        assert found.moves[r].nonzero()[:, 0].tolist() == steps[2:]
+        alone = stitch(reads[-1], OVERLAP, length=length)
+        assert torch.equal(found.log_probs[r, : length + 2], alone.log_probs[0])
+        assert not found.log_probs[r, length + 2 :].any()
+    assert sum(map(len, found.to_string())) == int(found.lengths.sum())
+    batches = [some(calls, 0, 3), some(calls, 3, 7)]
+    for a, b, c in zip(
+        found,
+        stitch(reads, OVERLAP, length=LENGTHS),  # one read an entry
+        stitch(batches, OVERLAP, chunks=counts, length=LENGTHS),
+        strict=True,
+    ):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_no_reads() -> None:
+    calls = some(chunks_of_reads()[0], 0, 0)
+    found = stitch(calls, OVERLAP, chunks=[], length=[])
+    assert found.labels.shape == (0, 2) and found.moves.shape == (0, 0)
+    assert found.to_fastq() == "" and found.mean_q().shape == (0,)
+    none = stitch(
+        partita.ctc_crf_decode(torch.zeros(0, 0, 4, 5), state_len=1, alphabet_size=5), 0, chunks=[]
+    )
+    assert none.labels.shape == (0, 1)
+
+
+def test_a_bad_chunk_is_that_of_its_read() -> None:
+    """A chunk without a path leaves no bases, and one with NaN has NaN; other reads have theirs."""
+    calls, counts = chunks_of_reads()
+    expected = stitch(calls, OVERLAP, chunks=counts)
+    calls.lengths[2] = 0  # a chunk of the first read
+    calls.lengths[5], calls.log_probs[5] = 0, torch.nan  # the third read
+    found = stitch(calls, OVERLAP, chunks=counts)
+    assert found.lengths[[0, 2]].tolist() == [0, 0]
+    assert not found.log_probs[0].any() and found.log_probs[2].isnan().all()
+    for a, b in zip(found, expected, strict=True):
+        rows = [1, 3, 4, 5]
+        assert torch.equal(a[rows], b[rows])
+    with raises("ValueError: log_probs: expected numbers, got NaN in sequence 2"):
+        found.to_fastq()
+
+
 @pytest.mark.parametrize(
     ("error", "call"),
     {
-        "TypeError: calls: expected Basecalls, got tuple": (tuple, 2, {}),
+        "TypeError: calls: expected Basecalls or a list of them, got tuple": (tuple, 2, {}),
         "TypeError: overlap: expected an int, got float": (None, 2.0, {}),
         "ValueError: overlap: expected steps from 0 to 4, half of a chunk of 8": (None, 5, {}),
         "ValueError: overlap: expected steps from 0 to 4": (None, -1, {}),
         "TypeError: length: expected an int, got str": (None, 2, {"length": "8"}),
         "ValueError: length: expected steps from 8 to 14 for 2 chunks": (None, 2, {"length": 15}),
         "ValueError: length: expected steps from 8 to 14": (None, 2, {"length": 7}),
-        r"ValueError: calls: expected moves \[N, T\] and labels \[N, T \+ k\] of at least one"
-        r" chunk, got \[0, 8\] and \[0, 9\]": (
+        r"ValueError: calls: expected at least one chunk of each read, and 0 in all, got \[0\]": (
             lambda calls: Basecalls(*(part[:0] for part in calls)),
             2,
             {},
+        ),
+        "ValueError: calls: expected at least one Basecalls, got an empty list": (
+            lambda calls: [],
+            2,
+            {},
+        ),
+        r"ValueError: calls: expected .* with one T and one k for all chunks,"
+        r" got \[N, 7\] and \[N, 8\] and \[N, 8\] and \[N, 9\]": (
+            lambda calls: [calls, calls_of(7, (1, {2: 2}))],
+            2,
+            {},
+        ),
+        "TypeError: chunks: expected an int, got float": (None, 2, {"chunks": [1, 1.0]}),
+        "ValueError: chunks: expected at least one chunk of each read, and 2 in all": (
+            None,
+            2,
+            {"chunks": [2, 0]},
+        ),
+        "ValueError: chunks: expected at least one": (None, 2, {"chunks": [1, 2]}),
+        "ValueError: length: expected 2 of them, one a read, got 1": (
+            None,
+            2,
+            {"chunks": [1, 1], "length": 8},
+        ),
+        "ValueError: length: expected steps from 0 to 8 for 1 chunks": (
+            None,
+            2,
+            {"chunks": [1, 1], "length": [8, 9]},
         ),
     }.items(),
 )
@@ -166,3 +300,19 @@ def test_on_a_gpu() -> None:
     found = decoded_in_chunks(scores.cuda(), 100, 40, state_len=3)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_batch_of_reads_on_a_gpu() -> None:
+    """The same calls are joined, because a GPU's own ones may differ by a rounding."""
+    calls, counts = chunks_of_reads()
+    expected = stitch(calls, OVERLAP, chunks=counts, length=LENGTHS)
+    on_gpu = Basecalls(*(part.cuda() for part in calls))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = stitch(on_gpu, OVERLAP, chunks=counts, length=LENGTHS)
+        quality = found.mean_q(5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip((*found, quality), (*expected, expected.mean_q(5)), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=0)

@@ -155,11 +155,11 @@ class ArpaFile:
             if n == 1:
                 self._add_words(fields[1::width], block_line)
             try:
-                log_probs.extend(map(float, fields[::width]))
+                log_probs.extend(_floats(fields[::width]))
                 for i, column in enumerate(columns, 1):
                     column.extend(map(self._places.__getitem__, fields[i::width]))
                 if width > n + 1:
-                    backoffs.extend(map(float, fields[n + 1 :: width]))
+                    backoffs.extend(_floats(fields[n + 1 :: width]))
                 else:
                     backoffs.frombytes(bytes(8 * len(lines)))
             except (KeyError, ValueError):
@@ -221,7 +221,7 @@ class ArpaFile:
         for i, row in enumerate(map(bytes.split, lines), line):
             for name, fields in (("log-probability", row[:1]), ("back-off weight", row[n + 1 :])):
                 try:
-                    list(map(float, fields))
+                    list(_floats(fields))
                 except ValueError:
                     self.fail(i, f"expected a {name}, got {_shown(fields[0])}")
             for word in row[1 : n + 1]:
@@ -251,6 +251,13 @@ class ArpaFile:
         left = seconds * (total - self._done) / max(1, self._done)
         text = f"{self.path}: {self._done / total:.0%} of {total} n-grams, {left:.0f} s left"
         print(f"\r\x1b[K{'' if end else text}", end="", file=sys.stderr, flush=True)
+
+
+def _floats(fields: list[bytes]) -> Iterator[float]:
+    """Return the numbers of fields, or raise `ValueError`. Python's `float` takes 1_0 as 10."""
+    if b"_" in b" ".join(fields):
+        raise ValueError
+    return map(float, fields)
 
 
 def _as_tensor(numbers: array[float] | array[int]) -> Tensor:

@@ -1,9 +1,10 @@
-"""What decoding of CTC-CRF returns, how it becomes text, and how chunks of a read are joined."""
+"""What decoding of CTC-CRF returns, and how it becomes text with qualities."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,11 @@ from torch import Tensor
 from ...runtime import checks
 
 ALPHABET = "NACGT"
-BEST_PHRED, FIRST_PHRED = 50, 33  # the greatest quality, and the character of quality 0
+# The least and the greatest quality, and the character of quality 0, as dorado has them.
+WORST_PHRED, BEST_PHRED, FIRST_PHRED = 1, 50, 33
+# Before a calibration a quality is at most 60, as posteriors are exact to about 1e-6.
+LEAST_ERROR = 1e-6
+BINS = 100  # of a unit of quality, in which the bases of a calibration are counted
 
 
 class Basecalls(NamedTuple):
@@ -60,19 +65,138 @@ class Basecalls(NamedTuple):
         rows = zip(self.labels.tolist(), self.lengths.tolist(), strict=True)
         return ["".join(alphabet[label] for label in row[:length]) for row, length in rows]
 
-    def to_fastq(self, names: Sequence[str] | None = None, alphabet: str = ALPHABET) -> str:
+    def qstring(self, offset: float = 0.0, scale: float = 1.0) -> list[str]:
+        """Return the Phred qualities of each sequence as FASTQ writes them. The host waits.
+
+        The quality of a base is q = -10 log10 of the probability that the base is another one. The
+        text has `scale` * q + `offset`, rounded and from 1 to 50, each as the character of 33 more.
+
+        Args:
+            offset, scale: a calibration, as `calibrate` finds it.
+
+        Returns:
+            A list of N strings, as long as those of `to_string`.
+
+        Raises:
+            TypeError, ValueError: no finite number; NaN among the log-probabilities.
+
+        Source: Oxford Nanopore's dorado, 2023, for the range and for the calibration.
+
+        Example:
+            >>> import torch, partita
+            >>> scores = torch.zeros(1, 1, 4, 5)
+            >>> scores[0, 0, 3, 0] = 9.0  # stay in the last base
+            >>> calls = partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5)
+            >>> calls.qstring(), calls.qstring(offset=-2.0, scale=0.5)
+            (['<'], ['-'])
+        """
+        if (index := checks.first_index(self.log_probs.isnan().any(1))) is not None:
+            raise ValueError(
+                f"log_probs: expected numbers, got NaN in sequence {index[0]}, whose scores had NaN"
+            )
+        letters = (self._phred(offset, scale).long() + FIRST_PHRED).tolist()
+        rows = zip(letters, self.lengths.tolist(), strict=True)
+        return ["".join(map(chr, row[:length])) for row, length in rows]
+
+    def mean_q(self, skip: int = 60, *, offset: float = 0.0, scale: float = 1.0) -> Tensor:
+        """Return the quality of each sequence: that of the mean probability of an error.
+
+        Args:
+            skip: the number of first bases that do not count, because a read begins with worse
+                ones. A sequence that has no more bases than these counts as a whole.
+            offset, scale: as in `qstring`, whose rounded qualities are averaged.
+
+        Returns:
+            `[N]`, on the device. A sequence without bases has 0, and one with NaN has NaN.
+
+        Raises:
+            TypeError, ValueError: no finite number; a negative `skip`.
+
+        Source: Oxford Nanopore's dorado, 2023, which skips 60 bases too.
+
+        Example:
+            >>> import torch, partita
+            >>> scores = torch.zeros(1, 2, 4, 5)
+            >>> scores[0, 0, 3, 0] = 9.0
+            >>> partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5).mean_q()
+            tensor([27.,  1.])
+        """
+        checks.python_int("skip", skip)
+        if skip < 0:
+            raise ValueError(f"skip: expected a number of bases of at least 0, got {skip}")
+        base = torch.arange(self.labels.shape[1], device=self.labels.device)
+        length = self.lengths[:, None]
+        counts = (base < length) & ((base >= skip) | (length <= skip))
+        error = torch.where(counts, 10 ** (-self._phred(offset, scale) / 10), 0.0).sum(1)
+        quality = -10 * (error / counts.sum(1)).log10()
+        unknown = self.log_probs.isnan().any(1)
+        quality = torch.where(self.lengths > 0, quality, 0.0).masked_fill(unknown, torch.nan)
+        return quality.to(self.log_probs.dtype)
+
+    def calibrate(self, correct: Tensor) -> tuple[float, float]:
+        """Return the `offset` and `scale` with which qualities are those of errors that were seen.
+
+        They have the greatest likelihood of the right and wrong bases, where a base of quality q
+        is wrong with probability 10 ** -((scale * q + offset) / 10), as `qstring` writes it before
+        rounding. The host waits for the device.
+
+        Args:
+            correct: `[N, S]` bool, whether each base is right, by an alignment with a sequence that
+                is known. What stands past the length is ignored.
+
+        Returns:
+            `(offset, scale)`, for `qstring`, `to_fastq` and `mean_q`.
+
+        Raises:
+            TypeError, ValueError: another dtype, shape or device; not both right and wrong bases.
+
+        Example:
+            >>> import torch, partita
+            >>> scores = torch.zeros(400, 1, 4, 5)
+            >>> scores[..., 0] = -5.0  # a move at each step
+            >>> calls = partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5)
+            >>> correct = torch.arange(401)[None] % 100 < 99  # one base of a hundred is wrong
+            >>> offset, scale = calls.calibrate(correct)
+            >>> set(calls.qstring(offset, scale)[0])
+            {'5'}
+        """
+        checks.tensor("correct", correct)
+        if correct.dtype != torch.bool:
+            raise TypeError(f"correct: expected bool, got {correct.dtype}")
+        checks.shape("correct", correct, self.labels.shape, "[N, S]")
+        checks.device("correct", correct, self.labels, "labels")
+        size = round(-10 * math.log10(LEAST_ERROR)) * BINS + 1
+        counts = torch.arange(correct.shape[1], device=correct.device) < self.lengths[:, None]
+        place = (self._raw_phred() * BINS).round().long() + size * correct
+        wrong, right = torch.bincount(place[counts], minlength=2 * size).view(2, size).cpu()
+        if not wrong.any() or not right.any():
+            raise ValueError(
+                "correct: expected both right and wrong bases,"
+                f" got {int(right.sum())} right and {int(wrong.sum())} wrong ones"
+            )
+        return _calibration(wrong.double(), right.double())
+
+    def to_fastq(
+        self,
+        names: Sequence[str] | None = None,
+        alphabet: str = ALPHABET,
+        *,
+        offset: float = 0.0,
+        scale: float = 1.0,
+    ) -> str:
         """Return the bases and their Phred qualities as FASTQ. The host waits for the device.
 
         Args:
             names: the name of each sequence; its number by default.
             alphabet: as in `to_string`.
+            offset, scale: as in `qstring`.
 
         Returns:
-            Four lines for each sequence. A quality is -10 log10 of the probability that the base is
-            another one, at most 50.
+            Four lines for each sequence: its name, its bases, a plus, and its `qstring`.
 
         Raises:
-            ValueError: another number of names than of sequences; NaN among the log-probabilities.
+            TypeError, ValueError: another number of names than of sequences; a name with a line
+                break; as in `qstring`.
 
         Example:
             >>> import torch, partita
@@ -82,19 +206,60 @@ class Basecalls(NamedTuple):
             >>> calls.to_fastq(["read"])
             '@read\\nT\\n+\\n<\\n'
         """
-        if names is not None and len(names) != len(self.labels):
-            raise ValueError(f"names: expected {len(self.labels)} names, got {len(names)}")
-        if (index := checks.first_index(self.log_probs.isnan().any(1))) is not None:
-            raise ValueError(
-                f"log_probs: expected numbers, got NaN in sequence {index[0]}, whose scores had NaN"
-            )
-        error = -torch.expm1(self.log_probs.double())
-        phred = (-10 * error.log10()).clamp(0, BEST_PHRED).round().long() + FIRST_PHRED
-        texts = []
-        for n, (text, row) in enumerate(zip(self.to_string(alphabet), phred.tolist(), strict=True)):
-            quality = "".join(map(chr, row[: len(text)]))
-            texts.append(f"@{n if names is None else names[n]}\n{text}\n+\n{quality}\n")
-        return "".join(texts)
+        found: Sequence[Any] = range(len(self.labels)) if names is None else names
+        if len(found) != len(self.labels):
+            raise ValueError(f"names: expected {len(self.labels)} names, got {len(found)}")
+        for name in found:
+            if len(str(name).splitlines()) != 1:
+                raise ValueError(f"names: expected names of one line, got {name!r}")
+        rows = zip(found, self.to_string(alphabet), self.qstring(offset, scale), strict=True)
+        return "".join(f"@{name}\n{text}\n+\n{quality}\n" for name, text, quality in rows)
+
+    def _raw_phred(self) -> Tensor:
+        """Return the quality of each base without calibration, `[N, S]` fp64."""
+        return -10 * (-torch.expm1(self.log_probs.double())).clamp(min=LEAST_ERROR).log10()
+
+    def _phred(self, offset: float, scale: float) -> Tensor:
+        """Return the rounded quality of each base, `[N, S]` fp64; NaN where it is not known."""
+        for name, value in (("offset", offset), ("scale", scale)):
+            checks.number(name, value, low=-math.inf, open_low=True)
+        return (self._raw_phred() * scale + offset).clamp(WORST_PHRED, BEST_PHRED).round()
+
+
+def _calibration(wrong: Tensor, right: Tensor) -> tuple[float, float]:
+    """Return the offset and scale of a binomial regression with a logarithmic link.
+
+    `wrong` and `right` are the numbers of bases of each quality, in steps of 1 / BINS from 0. The
+    method is Fisher's scoring, with steps that are halved where they would lower the likelihood.
+    """
+    quality = torch.arange(len(wrong), dtype=torch.float64, device="cpu") / BINS
+    x = torch.stack([torch.ones_like(quality), quality])  # [2, qualities]
+    nats = -math.log(10) / 10  # the logarithm of an error, per unit of quality
+
+    def error_and_loss(found: Tensor) -> tuple[Tensor, float]:
+        error = (nats * (found @ x).clamp(WORST_PHRED, BEST_PHRED)).exp()
+        return error, -float(wrong @ error.log() + right @ torch.log1p(-error))
+
+    # It starts with one quality for all bases, which is within the range, so the loss has a slope.
+    rate = float(wrong.sum() / (wrong + right).sum())
+    found = x.new_tensor([math.log(rate) / nats, 0.0])
+    error, loss = error_and_loss(found)
+    for _ in range(100):
+        phred, odds = found @ x, error / (1 - error)
+        inside = (phred >= WORST_PHRED) & (phred <= BEST_PHRED)
+        slope = x @ (inside * (wrong - right * odds))
+        information = (x * inside * (wrong + right) * odds) @ x.T
+        # The inverse is a pseudo-inverse because all bases may have the same quality.
+        step = torch.linalg.pinv(information, hermitian=True) @ slope / nats
+        previous, (error, loss) = loss, error_and_loss(found + step)
+        while not loss <= previous:
+            step /= 2
+            error, loss = error_and_loss(found + step)
+        found += step
+        if previous - loss <= 1e-12 * previous:
+            break
+    offset, scale = found.tolist()
+    return offset, scale
 
 
 def empty_basecalls(by_base: Tensor, state_len: int, dtype: torch.dtype) -> Basecalls:
@@ -107,129 +272,3 @@ def empty_basecalls(by_base: Tensor, state_len: int, dtype: torch.dtype) -> Base
         steps=by_base.new_empty((N, T + state_len), dtype=torch.int64),
         moves=by_base.new_empty((N, T), dtype=torch.bool),
     )
-
-
-def stitch(calls: Basecalls, overlap: int, *, length: int | None = None) -> Basecalls:
-    """Return the called bases of one long read, given those of its overlapping chunks.
-
-    Between two chunks the read goes on from the first to the second at a step of their overlap at
-    which both are in the same k-mer and moved into it at the same step, the nearest such step to
-    the middle. Where there is none, it is the nearest step at which both are in the same k-mer, and
-    then the middle.
-
-    Args:
-        calls: what `ctc_crf_decode` returned for the N chunks of one read, in their order along the
-            batch. All chunks have T steps, but the last one may have fewer (`input_lengths`).
-        overlap: the number of steps, from 0 to T / 2, that a chunk shares with the next one. Chunk
-            n begins at step n * (T - overlap) of the read.
-        length: the number of steps of the read, where the last chunk has fewer than T; all steps of
-            all chunks if None.
-
-    Returns:
-        `Basecalls` of one read: N is 1, S = `length` + k, and the steps count from the start of the
-        read. The first k bases are those of the first chunk. Each base has the log-probability in
-        nats that its chunk gave it. A chunk without a path leaves the read without bases. The
-        computation stays on the device.
-
-    Raises:
-        TypeError, ValueError: wrong types, shapes or numbers.
-
-    Source: Oxford Nanopore's bonito, 2020, whose `stitch` goes on in the middle of each overlap.
-
-    Example:
-        >>> import torch, partita
-        >>> scores = torch.randn(80, 1, 4, 5, generator=torch.Generator().manual_seed(0)) * 9
-        >>> chunks = torch.cat([scores[:50], scores[30:]], 1)  # [50, 2, 4, 5], 20 steps in both
-        >>> calls = partita.ctc_crf_decode(chunks, state_len=1, alphabet_size=5)
-        >>> whole = partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5)
-        >>> partita.stitch(calls, 20).to_string() == whole.to_string()
-        True
-    """
-    total = _check(calls, overlap, length)
-    N, T = calls.moves.shape
-    stride, k = T - overlap, calls.labels.shape[1] - T
-    position = k - 1 + calls.moves.cumsum(1)  # [N, T], the base of each step
-    cut = _cuts(calls, position, overlap)  # [N - 1]
-    step = torch.arange(T, device=cut.device)
-    begin, end = cut.new_zeros(N), cut.new_full((N,), T)
-    begin[1:], end[:-1] = cut, stride + cut
-    own = (step >= begin[:, None]) & (step < end[:, None])  # the steps that each chunk gives
-    read_step = step + stride * torch.arange(N, device=cut.device)[:, None]
-    moves = own & calls.moves & (read_step < total)
-    # Moves go to the bases of the read, and the other steps to a base that is dropped.
-    index = torch.where(moves, k - 1 + moves.flatten().cumsum(0).view(N, T), total + k).flatten()
-
-    def joined(first: Tensor, of_moves: Tensor) -> Tensor:
-        bases = first.new_zeros(total + k + 1).scatter_(0, index, of_moves.flatten())
-        bases[:k] = first
-        return bases[None, :-1]
-
-    number = torch.where((calls.lengths > 0).all(), k + moves.sum(), 0)[None]
-    valid = torch.arange(total + k, device=cut.device) < number[:, None]
-    labels = joined(calls.labels[0, :k], calls.labels.gather(1, position))
-    log_probs = joined(calls.log_probs[0, :k], calls.log_probs.gather(1, position))
-    steps = joined(calls.steps[0, :k], read_step)
-    read_moves = moves.new_zeros(total + 1)
-    read_moves.scatter_(0, torch.where(moves, read_step, total).flatten(), True)
-    return Basecalls(
-        torch.where(valid, labels, 0),
-        number,
-        torch.where(valid, log_probs, 0.0),
-        torch.where(valid, steps, -1),
-        (read_moves[:-1] & (number > 0))[None],
-    )
-
-
-def _check(calls: Basecalls, overlap: int, length: int | None) -> int:
-    """Return the number of steps of the read."""
-    if not isinstance(calls, Basecalls):
-        raise TypeError(f"calls: expected Basecalls, got {type(calls).__name__}")
-    N, T = calls.moves.shape
-    if N < 1 or calls.labels.shape[1] <= T:
-        raise ValueError(
-            "calls: expected moves [N, T] and labels [N, T + k] of at least one chunk,"
-            f" got {[N, T]} and {list(calls.labels.shape)}"
-        )
-    checks.python_int("overlap", overlap)
-    if not 0 <= overlap <= T // 2:
-        raise ValueError(
-            f"overlap: expected steps from 0 to {T // 2}, half of a chunk of {T}, got {overlap}"
-        )
-    stride = T - overlap
-    longest = (N - 1) * stride + T
-    if length is None:
-        return longest
-    checks.python_int("length", length)
-    # The last chunk goes at least as far as the one before it.
-    shortest = longest - stride if N > 1 else 0
-    if not shortest <= length <= longest:
-        raise ValueError(
-            f"length: expected steps from {shortest} to {longest} for {N} chunks of {T},"
-            f" got {length}"
-        )
-    return length
-
-
-def _cuts(calls: Basecalls, position: Tensor, overlap: int) -> Tensor:
-    """Return the step of each later chunk with which it follows on the chunk before, `[N - 1]`.
-
-    `position` is the base of each step, `[N, T]`. The step `overlap` stands for the first step
-    after the overlap.
-    """
-    N, T = position.shape
-    stride, k = T - overlap, calls.labels.shape[1] - T
-    step = torch.arange(overlap + 1, device=position.device)
-    if not T:
-        return step.expand(N - 1, 1)[:, 0]
-    # The base before each step; before the first step it is the last of the first k.
-    base = torch.nn.functional.pad(position, (1, 0), value=k - 1)
-    before, after = base[:-1, stride:], base[1:, : overlap + 1]  # [N - 1, overlap + 1]
-    same = torch.ones_like(before, dtype=torch.bool)
-    for i in range(k):
-        same &= calls.labels[:-1].gather(1, before - i) == calls.labels[1:].gather(1, after - i)
-    moved = calls.steps[1:].gather(1, after)
-    together = (moved >= 0) & (calls.steps[:-1].gather(1, before) == moved + stride)
-    # The rank of a step: the distance from the middle, above that of all steps that agree more.
-    distance = (2 * step - overlap).abs()
-    rank = distance + (overlap + 1) * (2 - same.long() - (same & together).long())
-    return rank.argmin(1)
