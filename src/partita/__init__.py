@@ -18,6 +18,9 @@ from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
 from .ops.decode.language_model import NgramLM
 from .ops.decode.phrase_boost import PhraseBoost
+from .ops.decode.transducer import rnnt_greedy_search
+from .ops.decode.transducer_common import TransducerHypotheses
+from .ops.decode.transducer_common import TransducerState as _TransducerState
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
 from .ops.divergence.common import Distillation
 from .ops.linear_chain.api import (
@@ -89,6 +92,7 @@ __all__ = [
     "TokenSpans",
     "TokenStats",
     "TopK",
+    "TransducerHypotheses",
     "TruncatedStats",
     "ViterbiPath",
     "backend",
@@ -129,6 +133,7 @@ __all__ = [
     "nn",
     "parallel",
     "rnnt_align",
+    "rnnt_greedy_search",
     "rnnt_loss",
     "semi_markov_chain",
     "softmax",
@@ -155,7 +160,7 @@ _classes = [_object for _object in map(globals().get, __all__) if isinstance(_ob
 _add_safe_globals(
     [
         *(_object for _object in _classes if issubclass(_object, tuple)),
-        *(Chain, LinearChain, SemiMarkovChain, _MemoryPlan, _RNNTPlan),
+        *(Chain, LinearChain, SemiMarkovChain, _MemoryPlan, _RNNTPlan, _TransducerState),
     ]
 )
 
