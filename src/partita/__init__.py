@@ -18,7 +18,7 @@ from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
 from .ops.decode.language_model import NgramLM
 from .ops.decode.phrase_boost import PhraseBoost
-from .ops.decode.transducer import rnnt_greedy_search
+from .ops.decode.transducer import rnnt_beam_search, rnnt_greedy_search
 from .ops.decode.transducer_common import TransducerHypotheses
 from .ops.decode.transducer_common import TransducerState as _TransducerState
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
@@ -133,6 +133,7 @@ __all__ = [
     "nn",
     "parallel",
     "rnnt_align",
+    "rnnt_beam_search",
     "rnnt_greedy_search",
     "rnnt_loss",
     "semi_markov_chain",

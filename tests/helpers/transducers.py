@@ -8,6 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import partita
+
 BLANK = 0
 
 
@@ -177,6 +179,125 @@ def greedy(
         elif symbols == max_symbols_per_step:
             t, symbols = t + 1, 0
     return Found(tokens, steps, durations, token_scores, score)
+
+
+@torch.no_grad()
+def exact_scores(network: Transducer, b: int, targets: Sequence[Sequence[int]]) -> Tensor:
+    """Return the log-probabilities of targets, summed over all alignments, in fp64."""
+    T, U = network.lengths[b], max(map(len, targets))
+    tokens = torch.tensor([[*each, *[1] * (U - len(each))] for each in targets]).view(-1, U)
+    outputs, state = [], None
+    for u in range(U + 1):
+        last = tokens[:, u - 1] if u else torch.full((len(targets),), BLANK)
+        output, state = network.predict(last, state)
+        outputs.append(output)
+    frames = network.encoder[b : b + 1, :T].expand(len(targets), -1, -1)
+    joined = [network.join(frames, output[:, None]) for output in outputs]
+    logits = torch.stack(joined, 2).double()  # [targets, T, U + 1, V + K]
+    sizes = torch.tensor([T] * len(targets)), torch.tensor([len(each) for each in targets])
+    if network.durations is None:
+        losses = partita.rnnt_loss(logits, tokens, *sizes, blank=BLANK, reduction="none")
+        return -losses
+    K = len(network.durations)
+    arguments = (logits[..., :-K], logits[..., -K:], tokens, *sizes, BLANK, network.durations)
+    return -partita.tdt_loss(*arguments, reduction="none")
+
+
+class Path(NamedTuple):
+    """A hypothesis of the beam search by loops, and its most probable alignment."""
+
+    tokens: tuple[int, ...]
+    frame: int
+    score: float
+    best: float
+    emitted: tuple[tuple[int, int, float], ...]  # step, duration and score of each token
+    symbols: int
+
+    def extended(self, token: int, duration: int, gain: float, arc: float) -> "Path":
+        frame, symbols = self.frame + duration, self.symbols + (token != BLANK)
+        emitted = self.emitted
+        if token != BLANK:
+            emitted = (*emitted, (self.frame, duration, arc))
+        tokens = self.tokens if token == BLANK else (*self.tokens, token)
+        scores = self.score + gain, self.best + gain
+        return Path(tokens, frame, *scores, emitted, 0 if duration else symbols)
+
+
+def merged(paths: Sequence[Path], number: int) -> list[Path]:
+    """Return the best hypotheses, of which those with equal tokens and frames are one."""
+    groups: dict[Any, list[Path]] = {}
+    for path in paths:
+        groups.setdefault((path.tokens, path.frame), []).append(path)
+    sums = []
+    for group in groups.values():
+        score = float(torch.tensor([p.score for p in group], dtype=torch.float64).logsumexp(0))
+        sums.append(max(group, key=lambda p: p.best)._replace(score=score))
+    return sorted(sums, key=lambda p: -p.score)[:number]
+
+
+@torch.no_grad()
+def beam(
+    network: Transducer,
+    b: int,
+    width: int,
+    max_tokens: int,
+    max_symbols_per_step: int = 10,
+    models: Sequence[tuple[Any, float]] = (),
+) -> list[Path]:
+    """Return the complete hypotheses of a beam search by loops, the best first."""
+    T = network.lengths[b]
+    known: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def states(tokens: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return output and state of the predictor, and the states of the models."""
+        if tokens not in known and not tokens:
+            first = network.predict(torch.tensor([BLANK]), None)
+            known[tokens] = (*first, *(model.start(1) for model, _ in models))
+        elif tokens not in known:
+            _, state, *before = states(tokens[:-1])
+            after = network.predict(torch.tensor(tokens[-1:]), state)
+            of_models = (
+                model.advance(each)[1][:, tokens[-1]]
+                for (model, _), each in zip(models, before, strict=True)
+            )
+            known[tokens] = (*after, *of_models)
+        return known[tokens]
+
+    paths = [Path((), 0, 0.0, 0.0, (), 0)]
+    complete: list[Path] = []
+    if not T:
+        return paths
+    while paths:
+        found = []
+        for path in paths:
+            output, _, *of_models = states(path.tokens)
+            log_probs, log_durations = network.at(b, path.frame, output)
+            ranks, end = log_probs.clone(), 0.0
+            for (model, weight), each in zip(models, of_models, strict=True):
+                ranks += weight * model.advance(each)[0][0]
+                end += weight * float(model.final(each))
+            arcs = [(BLANK, float(log_probs[BLANK]))]
+            if len(path.tokens) < max_tokens and path.symbols < max_symbols_per_step:
+                labels = sorted(range(1, len(ranks)), key=lambda c: -float(ranks[c]))[:width]
+                arcs += [(c, float(ranks[c])) for c in labels]
+            for token, gain in arcs:
+                moves = [(1 if token == BLANK else 0, 0.0)]
+                if network.durations is not None and log_durations is not None:
+                    moves = list(zip(network.durations, log_durations.tolist(), strict=True))
+                for duration, of_duration in moves:
+                    after = path.frame + duration
+                    if (duration or token != BLANK) and (
+                        after < T or (after == T and token == BLANK)
+                    ):
+                        add = end if after == T else 0.0
+                        arc = float(log_probs[token]) + of_duration
+                        found.append(path.extended(token, duration, gain + of_duration + add, arc))
+        found = sorted(found, key=lambda p: -p.score)[: 4 * width]
+        complete = merged([*complete, *(p for p in found if p.frame == T)], width)
+        least = complete[-1].score if len(complete) == width else -math.inf
+        paths = merged([p for p in found if p.frame < T], width)
+        paths = [p for p in paths if p.score >= least]
+    return complete
 
 
 def sequences(classes: int, longest: int) -> list[tuple[int, ...]]:
