@@ -119,15 +119,14 @@ def train(
 
 
 class LineLengths:
-    """A language model of lines: any digits, as many as a line can have. Its states count them."""
+    """A language model of lines that knows how many digits they have; its states count them."""
 
     def start(self, B: int) -> Tensor:
         return torch.zeros(B, dtype=torch.int64)
 
     def advance(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        scores = torch.full((len(states), CLASSES), -math.log(CLASSES - 1))
-        full = (states >= LONGEST)[:, None]
-        return scores.masked_fill(full, -math.inf), (states + 1)[:, None].expand(-1, CLASSES)
+        scores = torch.zeros(len(states)).masked_fill(states >= LONGEST, -math.inf)
+        return scores[:, None].expand(-1, CLASSES), (states + 1)[:, None].expand(-1, CLASSES)
 
     def final(self, states: Tensor) -> Tensor:
         return torch.zeros(len(states)).masked_fill(states < SHORTEST, -math.inf)

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import torch
 
 from ..cli.console import UsageError
-from . import chain, ctc, decode, heads, linear_chain, pairs, rnnt, rows, support
+from . import chain, ctc, decode, heads, linear_chain, pairs, rnnt, rnnt_search, rows, support
 from .case import Function, Load, Provider, given
 
-FAMILIES = (rows, heads, support, pairs, chain, linear_chain, ctc, rnnt, decode)
+FAMILIES = (rows, heads, support, pairs, chain, linear_chain, ctc, rnnt, rnnt_search, decode)
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 # PyTorch's functions that take few operations, so that its compiler is quick. The others have
 # PyTorch's functions too, with loops over the steps.
