@@ -26,4 +26,4 @@ def test_other_tokens_are_found() -> None:
         found = rnnt_search.greedy(inputs)
         return found._replace(lengths=found.lengths - 1)
 
-    assert "3" in note_of_wrong(case, shorter)
+    assert "got 0, expected 3" in note_of_wrong(case, shorter)

@@ -110,7 +110,6 @@ class Search(SequencesCase):
 
     dimensions = ("steps", "sequences", "classes")
     sizes = (*dimensions, "tokens", "hidden", "beam_width")
-    unit = "sequences"
 
     def inputs(self, buffers: Buffers) -> SearchInputs:
         B, T = self.sequences, self.steps

@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -262,6 +263,10 @@ def test_wrong_arguments_are_named(model: NgramLM) -> None:
         (lambda: search(boost=[None]), "ValueError: boost: expected one for each of 4 sequences"),
         (lambda: search(boost=[None] * 3 + [3]), r"TypeError: boost\[3\]: expected a PhraseBoost"),
         (lambda: search(state=3), "ValueError: state: expected that of hypotheses of 4 streams"),
+        (
+            lambda: search(state=search().state, language_model=model),
+            "ValueError: state: expected that of a search with 1 of .*, got one with 0",
+        ),
         (lambda: search(predict=predict(wide)), "TypeError: predict: expected a pair"),
         (lambda: search(predict=predict((wide[:2], None))), "ValueError: predict: expected an out"),
         (lambda: search(predict=predict((wide, wide[:1]))), "ValueError: predict: .* dimension 0"),
@@ -290,3 +295,24 @@ def test_a_gpu_finds_the_same(durations: tuple[int, ...] | None, model: NgramLM)
             assert torch.equal(getattr(found, name).cpu(), getattr(expected, name))
         torch.testing.assert_close(found.scores.cpu(), expected.scores)
     assert BLANK not in found.tokens
+
+
+@pytest.mark.gpu
+def test_the_host_waits_once_in_ten_rounds() -> None:
+    network = transducer(Stateless, lengths=(40,) * 3, blank_bias=0.0)
+    moved = network._replace(
+        predict=network.predict.cuda(),
+        join=network.join.cuda(),
+        encoder=network.encoder.cuda(),
+        lengths=torch.tensor([40, 30, 20], device="cuda"),
+    )
+    moved.search(rnnt_greedy_search)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            tokens = int(moved.search(rnnt_greedy_search).lengths.max())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in found if "synchronizing" in str(each.message)]
+    assert len(waits) <= (tokens + 40) // 10 + 2

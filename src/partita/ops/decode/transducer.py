@@ -139,6 +139,11 @@ def rnnt_greedy_search(
     network = Network(predict, join, blank, call.durations, state_dims)
     with torch.no_grad():
         models = LabelModels(language_model, alpha, boost, len(encoder), encoder.device)
+        if state is not None and len(state.models) != len(models):
+            raise ValueError(
+                f"state: expected that of a search with {len(models)} of a language model and a"
+                f" boost, got one with {len(state.models)}"
+            )
         if not encoder.shape[0] or not encoder.shape[1]:
             return no_hypotheses(encoder, 1, call.max_tokens, state)
         options = (max_symbols_per_step, call.max_tokens, state)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from .transducer_common import (
     STEPS_BETWEEN_CHECKS,
@@ -25,6 +26,7 @@ from .transducer_common import (
     Network,
     TransducerHypotheses,
     select_rows,
+    table,
     take_rows,
 )
 
@@ -185,19 +187,19 @@ def next_beam(beam: Beam, found: Extensions, among: Tensor, W: int) -> tuple[Bea
     return after, arcs
 
 
-def nodes_of(table: Tensor, keys: Tensor, is_new: Tensor, used: int) -> Tensor:
-    """Return the nodes of keys `[B, W]`, and enter those that the table does not have.
+def nodes_of(known: Tensor, keys: Tensor, is_new: Tensor, used: int) -> Tensor:
+    """Return the nodes of keys `[B, W]`, and enter those that are not known yet.
 
-    The first `used` entries of the table are nodes; it gets W more. Only keys that are `is_new` are
-    looked up.
+    The first `used` entries of `known` are the keys of nodes; it gets W more. Only keys that are
+    `is_new` are looked up.
     """
     W = keys.shape[1]
-    known = table[:, None, :used] == keys[..., None]
+    equal = known[:, None, :used] == keys[..., None]
     same = (keys[..., None] == keys[:, None]) & is_new[:, None]
-    place, first = known.int().argmax(2), same.int().argmax(2)
-    is_known = known.any(2)
+    place, first = equal.int().argmax(2), same.int().argmax(2)
+    is_known = equal.any(2)
     enters = is_new & ~is_known & (first == torch.arange(W, device=keys.device))
-    table[:, used : used + W] = torch.where(enters, keys, -2)
+    known[:, used : used + W] = torch.where(enters, keys, -2)
     return torch.where(is_known, place, used + first)
 
 
@@ -219,10 +221,9 @@ def beam_search(
     lengths = torch.where(valid, lengths, 0)
     output, predictor = network.first(B * W, device)
     model_states = tuple(x.repeat_interleave(W, 0) for x in models.start(B))
-    moves = torch.tensor([[1], [0]], device=device)
-    if network.durations is not None:
-        of_labels = torch.tensor(network.durations, device=device)
-        moves = torch.stack([torch.where(of_labels > 0, of_labels, -1), of_labels])
+    of_labels = network.durations or (0,)
+    of_blanks = tuple(d or -1 for d in network.durations or (1,))  # none has the duration 0
+    moves = constant(table, of_blanks, of_labels, device=device)
     nothing, first = no_beam(lengths, W), torch.arange(W, device=device) == 0
     has_frames = (lengths > 0)[:, None]
 
@@ -231,8 +232,8 @@ def beam_search(
         return nothing._replace(scores=score, best=score)
 
     beam, ends = root(has_frames), root(~has_frames)  # ends are the complete hypotheses
-    table = lengths.new_full((B, 1 + (T + S) * W), -2)
-    table[:, 0] = -1
+    known = lengths.new_full((B, 1 + (T + S) * W), -2)  # the keys of the nodes
+    known[:, 0] = -1
     events: list[Event] = []
     sequence = torch.arange(B, device=device)[:, None]
     dtype, every = acc_dtype(encoder.dtype), STEPS_BETWEEN_CHECKS if device.type != "cpu" else 1
@@ -278,7 +279,7 @@ def beam_search(
         emits = exists & (arcs.tokens != blank)
         steps = beam_before.frames.gather(1, origins)
         events.append(Event(beam.events, arcs.tokens, steps, arcs.moves, arcs.token_scores))
-        nodes = nodes_of(table, beam.keys, emits, 1 + step * W)
+        nodes = nodes_of(known, beam.keys, emits, 1 + step * W)
         beam = beam._replace(
             nodes=torch.where(emits, nodes, beam.nodes),
             events=torch.where(emits, step * W + torch.arange(W, device=device), beam.events),

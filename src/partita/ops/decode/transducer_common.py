@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -170,32 +170,29 @@ class PhraseBoosts:
     The states of all automata are numbered one after another, so a state says whose it is.
     """
 
-    def __init__(self, boosts: Sequence[PhraseBoost | None], device: torch.device) -> None:
-        given = {id(boost): boost._arcs for boost in boosts if boost is not None}
-        sizes = [len(arcs.credits) for arcs in given.values()]
-        places = {key: sum(sizes[:i]) for i, key in enumerate(given)}
-        C = max((len(arcs.start_targets) for arcs in given.values()), default=0)
-        root = sum(sizes)  # a state without phrases, of utterances without a boost
-        none = torch.zeros(C, dtype=torch.int64)
-        first = torch.tensor([-1])
+    def __init__(self, boosts: Sequence[PhraseBoost | None], C: int, device: torch.device) -> None:
+        given = [boost for boost in boosts if boost is not None]
+        none = given[0] if len(given) == len(boosts) else PhraseBoost([], [""] * C, 0.0)
+        each = [none if boost is None else boost for boost in boosts]
+        arcs = {boost: boost.to("cpu")._arcs for boost in each}
+        sizes = [len(of_boost.credits) for of_boost in arcs.values()]
+        firsts = {boost: sum(sizes[:i]) for i, boost in enumerate(arcs)}
+        parts = [(firsts[boost], of_boost) for boost, of_boost in arcs.items()]
+        _, no_pair = parts[0]  # the first pair of each is none
 
-        def all_of(name: str, shift: int, skip: int, last: Tensor) -> Tensor:
-            parts = [
-                getattr(arcs, name).cpu()[skip:] + shift * places[key]
-                for key, arcs in given.items()
-            ]
-            return torch.cat([last, *parts] if skip else [*parts, last]).to(device)
+        def joined(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat(list(tensors)).to(device)
 
-        self._pairs = all_of("pairs", C, 1, first)
-        self._targets = all_of("targets", 1, 1, first)
-        self._scores = all_of("scores", 0, 1, first.double())
-        self._credits = all_of("credits", 0, 0, none.new_zeros(1).double())
-        self._start_targets = all_of("start_targets", 1, 0, none + root).view(-1, C)
-        self._start_scores = all_of("start_scores", 0, 0, none.double()).view(-1, C)
-        owners = torch.tensor([*range(len(given)), len(given)])
-        self._owners = owners.repeat_interleave(torch.tensor([*sizes, 1])).to(device)
-        roots = [root if boost is None else places[id(boost)] for boost in boosts]
-        self._roots = torch.tensor(roots, device=device)
+        self._pairs = joined([no_pair.pairs[:1], *(x.pairs[1:] + first * C for first, x in parts)])
+        self._targets = joined([no_pair.targets[:1], *(x.targets[1:] + f for f, x in parts)])
+        self._scores = joined([no_pair.scores[:1], *(x.scores[1:] for _, x in parts)])
+        self._credits = joined(x.credits for _, x in parts)
+        # The arcs of each automaton that are in no pair, and the automaton of each state.
+        self._start_targets = joined(x.start_targets[None] + first for first, x in parts)
+        self._start_scores = joined(x.start_scores[None] for _, x in parts)
+        owners = (torch.full_like(x.credits, i).long() for i, (_, x) in enumerate(parts))
+        self._owners = joined(owners)
+        self._roots = no_pair.pairs.new_tensor([firsts[boost] for boost in each]).to(device)
 
     def start(self, B: int) -> Tensor:
         """Return the state of each utterance before its first label."""
@@ -239,8 +236,8 @@ class LabelModels:
             columns = {len(each._arcs.start_targets) for each in boost if each is not None}
             if len(columns) > 1:
                 raise ValueError(f"boost: expected equal numbers of labels, got {sorted(columns)}")
-            if columns:
-                self._add("boost", PhraseBoosts(boost, device), 1.0)
+            for C in columns:
+                self._add("boost", PhraseBoosts(boost, C, device), 1.0)
         elif boost is not None:
             moves = isinstance(boost, PhraseBoost)
             self._add("boost", boost.to(device) if moves else boost, 1.0)
@@ -256,8 +253,8 @@ class LabelModels:
         self._models.append((name, model))
         self.weights.append(weight)
 
-    def __bool__(self) -> bool:
-        return bool(self._models)
+    def __len__(self) -> int:
+        return len(self._models)
 
     def start(self, B: int) -> tuple[Tensor, ...]:
         """Return the states before the first label."""
@@ -289,6 +286,11 @@ class LabelModels:
         for (_, model), weight, state in zip(self._models, self.weights, states, strict=True):
             total = total + weight * model.final(state)
         return total
+
+
+def table(*rows: Any, device: torch.device) -> Tensor:
+    """Return a table of numbers, for `constant`, which copies it to a GPU one time."""
+    return torch.tensor(rows, device=device)
 
 
 def checked_durations(durations: Any) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from .transducer_common import (
     STEPS_BETWEEN_CHECKS,
@@ -24,6 +25,7 @@ from .transducer_common import (
     TransducerHypotheses,
     TransducerState,
     select_rows,
+    table,
 )
 
 FRAMES_AT_ONCE = 8  # that the joint network sees; a power of two
@@ -98,7 +100,7 @@ def greedy_search(
         t, model_states = lengths.new_zeros(B), models.start(B)
     else:
         output, predictor, t, model_states = state
-    durations = torch.tensor(network.durations or (0,), device=device)
+    durations = constant(table, *(network.durations or (0,)), device=device)
     longest = max(network.durations or (1,))
     rows = torch.arange(B, device=device)
     window = torch.arange(K, device=device)
