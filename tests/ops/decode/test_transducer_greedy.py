@@ -178,8 +178,29 @@ def test_a_model_of_ones_own() -> None:
     assert (network.search(rnnt_greedy_search).tokens == 2).any()
     found = network.search(rnnt_greedy_search, language_model=Never(), alpha=1.0)
     assert not (found.tokens == 2).any()
+    without = network.search(rnnt_greedy_search, language_model=Never(), alpha=0.0)
+    assert torch.equal(without.scores, network.search(rnnt_greedy_search).scores)
     (states,) = found.state.models
     assert torch.equal(states, found.lengths.expand(-1, 2).float())
+
+
+def test_a_model_without_a_possible_label() -> None:
+    class Nothing:
+        def start(self, B: int) -> torch.Tensor:
+            return torch.zeros(B)
+
+        def advance(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = torch.full((len(states), len(LABELS)), -torch.inf)
+            return scores, states[:, None].expand(-1, len(LABELS))
+
+        def final(self, states: torch.Tensor) -> torch.Tensor:
+            return states
+
+    network = transducer()
+    plain = network.search(rnnt_greedy_search)
+    found = network.search(rnnt_greedy_search, language_model=Nothing())
+    assert torch.equal(found.tokens, plain.tokens)
+    assert (found.scores[:, 0] == -torch.inf).tolist() == [n > 0 for n in plain.lengths[:, 0]]
 
 
 def test_two_runs_give_the_same_bits_and_neighbours_do_not_matter() -> None:

@@ -103,7 +103,8 @@ def rnnt_greedy_search(
         alpha: the weight of the language model.
         boost: a `PhraseBoost`, or a list `[B]` of them or None. Boost and language model choose
             among the labels where the network prefers a label to the blank.
-        state: that of the hypotheses of the previous chunk of the same B streams.
+        state: that of the hypotheses of the previous chunk of the same B streams, decoded with the
+            same models.
         state_dims: the dimension of B in the tensors of the predictor's state, 1 for `nn.LSTM`; or
             a structure of such numbers, like that of the state.
 

@@ -214,6 +214,11 @@ class PhraseBoosts:
         return -self._credits[states]
 
 
+def weighted(scores: Tensor, weight: float) -> Tensor:
+    """Return scores times their weight, with 0 · -inf = 0."""
+    return weight * scores if weight else torch.zeros_like(scores)
+
+
 class LabelModels:
     """A language model and boosted phrases, of which each may be absent, as one model."""
 
@@ -276,7 +281,7 @@ class LabelModels:
                     f"{name}: expected a column for each of the {V} classes of the network,"
                     f" got {scores.shape[-1]}"
                 )
-            total = total + weight * scores
+            total = total + weighted(scores, weight)
             following.append(after)
         return total, tuple(following)
 
@@ -284,7 +289,7 @@ class LabelModels:
         """Return what the end of a hypothesis adds, `[R]`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (_, model), weight, state in zip(self._models, self.weights, states, strict=True):
-            total = total + weight * model.final(state)
+            total = total + weighted(model.final(state), weight)
         return total
 
 

@@ -136,7 +136,9 @@ def greedy_search(
             added, following = models.advance(model_states, log_probs.shape[-1])
             ranks = log_probs + added
             ranks[:, blank] = -torch.inf
-            token = torch.where(emits, ranks.argmax(-1), blank)
+            # Where no label is possible, the network's own stays, whose score is -inf.
+            rank, best = ranks.max(-1)
+            token = torch.where(rank == -torch.inf, token, best)
             token_score, rank = log_probs[rows, token], ranks[rows, token]
             after = tuple(x[rows, token] for x in following)
             model_states = select_rows(emits, after, model_states)
