@@ -46,9 +46,10 @@ class Network:
         self, buffers: Buffers, dtype: torch.dtype, classes: int, hidden: int, durations: int
     ) -> None:
         def parameters(module: nn.Module) -> Any:
+            module.to(buffers.device, dtype).requires_grad_(False)
             for name, weight in module.named_parameters():
-                weight.data = buffers.normal(name, tuple(weight.shape), dtype) / hidden**0.5
-            return module.requires_grad_(False)
+                weight.copy_(buffers.normal(name, tuple(weight.shape), dtype) / hidden**0.5)
+            return module
 
         self.state_dims = {"lstm": (1, 1), "is_odd": 0}
         self.embedding = parameters(nn.Embedding(classes, hidden))
