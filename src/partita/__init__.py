@@ -19,6 +19,9 @@ from .ops.decode.common import Hypotheses
 from .ops.decode.language_model import NgramLM
 from .ops.decode.phrase_boost import PhraseBoost
 from .ops.decode.stitch import stitch
+from .ops.decode.transducer import rnnt_beam_search, rnnt_greedy_search
+from .ops.decode.transducer_common import TransducerHypotheses
+from .ops.decode.transducer_common import TransducerState as _TransducerState
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
 from .ops.divergence.common import Distillation
 from .ops.linear_chain.api import (
@@ -90,6 +93,7 @@ __all__ = [
     "TokenSpans",
     "TokenStats",
     "TopK",
+    "TransducerHypotheses",
     "TruncatedStats",
     "ViterbiPath",
     "backend",
@@ -130,6 +134,8 @@ __all__ = [
     "nn",
     "parallel",
     "rnnt_align",
+    "rnnt_beam_search",
+    "rnnt_greedy_search",
     "rnnt_loss",
     "semi_markov_chain",
     "softmax",
@@ -156,7 +162,7 @@ _classes = [_object for _object in map(globals().get, __all__) if isinstance(_ob
 _add_safe_globals(
     [
         *(_object for _object in _classes if issubclass(_object, tuple)),
-        *(Chain, LinearChain, SemiMarkovChain, _MemoryPlan, _RNNTPlan),
+        *(Chain, LinearChain, SemiMarkovChain, _MemoryPlan, _RNNTPlan, _TransducerState),
     ]
 )
 

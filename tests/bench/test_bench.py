@@ -316,7 +316,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "expected some of softmax, cross_entropy, token_stats, truncated_stats, logprobs,"
             " linear_cross_entropy, linear_cross_entropy_lora, linear_truncated_stats, divergence,"
             " linear_support_stats, contrastive_loss, chain, linear_chain, semi_markov, hmm, ctc,"
-            " rnnt, decode, ngram, got 'chess'",
+            " rnnt, rnnt_search, decode, ngram, got 'chess'",
         ),
         ("--peers nobody", f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'"),
         ("--dtype fp8", "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),

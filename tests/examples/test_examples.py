@@ -335,7 +335,9 @@ def test_digit_transducer_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert digit_transducer.main(["--batches", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     lines = dict(line.split(": ") for line in printed.splitlines() if ": " in line)
-    assert list(lines) == ["Loss diff", "Grad diff (max)", "Lines read without a fault", "Picture"]
+    searches = ("greedy", "beam 4", "beam 4 and a model")
+    faults = [f"Lines read with a fault, {name}" for name in searches]
+    assert list(lines) == ["Loss diff", "Grad diff (max)", *faults, "Picture"]
     assert float(lines["Loss diff"]) <= 1e-5 and float(lines["Grad diff (max)"]) <= 1e-5
     assert "2 batches are too few" in printed
     assert out.read_bytes().startswith(b"\x89PNG")

@@ -47,6 +47,7 @@ CONSTANTS = {
 NEEDS = {
     "partita.integrations.transformers.fuse": "transformers",
     "partita.integrations.transformers.fused": "transformers",
+    "partita.integrations.transformers.transducer": "transformers",
     "partita.integrations.transformers.unfuse": "transformers",
     "partita.integrations.trl.patch": "trl",
 }

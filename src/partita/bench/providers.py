@@ -21,6 +21,7 @@ from . import (
     linear_chain,
     pairs,
     rnnt,
+    rnnt_search,
     rows,
     support,
 )
@@ -28,7 +29,7 @@ from .case import Function, Load, Provider, given
 
 FAMILIES = (
     *(rows, heads, support, pairs),
-    *(chain, linear_chain, hmm, ctc, rnnt, decode, language_model),
+    *(chain, linear_chain, hmm, ctc, rnnt, rnnt_search, decode, language_model),
 )
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 # PyTorch's functions that take few operations, so that its compiler is quick. The others have

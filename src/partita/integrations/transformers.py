@@ -1,4 +1,4 @@
-"""The losses of causal language models and of Parakeet as `transformers` calls them.
+"""The losses of causal language models and of Parakeet as `transformers` calls them, and decoding.
 
 For causal language models, one function makes no fp32 copy of the logits, the other needs no
 logits at all. `fuse` makes a model call the latter.
@@ -33,6 +33,7 @@ __all__ = [
     "fuse",
     "fused",
     "linear_causal_lm_loss",
+    "transducer",
     "unfuse",
 ]
 
@@ -382,6 +383,67 @@ def _over_items(
     else:
         loss = loss_of("sum", items.detach().reshape(()).to(device))
     return loss.to(torch.promote_types(loss.dtype, items.dtype)).reshape(items.shape)
+
+
+def transducer(
+    model: nn.Module,
+) -> tuple[Callable[..., Any], Callable[..., Tensor], int, list[int] | None]:
+    """Return what the searches of transducers take from a Parakeet RNN-T or TDT model.
+
+    They take the encoder's output from the model's `get_audio_features`: its `pooler_output`, and
+    `attention_mask.sum(-1)` as the lengths. The state of the predictor has the batch in dimension
+    1, which is `state_dims=1`.
+
+    Args:
+        model: a `ParakeetForRNNT` or `ParakeetForTDT`, on any device.
+
+    Returns:
+        `(predict, join, blank, durations)`, as in `partita.rnnt_greedy_search`; the durations are
+        None for RNN-T. Greedy search writes the tokens of the model's `generate`, which limits the
+        labels on a frame by `config.max_symbols_per_step` for RNN-T and not at all for a TDT.
+
+    Raises:
+        TypeError: the model has no decoder and joint network.
+
+    Source: `ParakeetForRNNT` and `ParakeetForTDT` of transformers 5, 2026.
+
+    Example:
+        >>> import torch, partita
+        >>> from transformers import ParakeetForTDT, ParakeetTDTConfig
+        >>> from partita.integrations.transformers import transducer
+        >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> encoder = {**sizes, "intermediate_size": 8, "subsampling_conv_channels": 4}
+        >>> names = {"vocab_size": 5, "blank_token_id": 4, "decoder_hidden_size": 8}
+        >>> model = ParakeetForTDT(ParakeetTDTConfig(encoder_config=encoder, **names)).eval()
+        >>> features, mask = torch.randn(2, 64, 80), torch.ones(2, 64, dtype=torch.int64)
+        >>> predict, join, blank, durations = transducer(model)
+        >>> with torch.no_grad():
+        ...     heard = model.get_audio_features(features, mask, output_attention_mask=True)
+        >>> found = partita.rnnt_beam_search(
+        ...     heard.pooler_output, heard.attention_mask.sum(-1), predict, join,
+        ...     blank=blank, durations=durations, state_dims=1, beam_width=4,
+        ... )
+        >>> found.tokens.shape  # [B, nbest, S]
+        torch.Size([2, 1, 16])
+    """
+    decoder: Any = getattr(model, "decoder", None)
+    joint: Any = getattr(model, "joint", None)
+    config: Any = getattr(model, "config", None)
+    if joint is None or not hasattr(decoder, "lstm") or not hasattr(config, "blank_token_id"):
+        raise TypeError(
+            f"model: expected a ParakeetForRNNT or ParakeetForTDT, got {type(model).__name__}"
+        )
+
+    def predict(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        output, state = decoder.lstm(decoder.embedding(tokens[:, None]), state)
+        return decoder.decoder_projector(output)[:, 0], state
+
+    def join(frames: Tensor, output: Tensor) -> Tensor:
+        logits: Tensor = joint(decoder_hidden_states=output, encoder_hidden_states=frames)
+        return logits
+
+    durations = getattr(config, "durations", None)
+    return predict, join, config.blank_token_id, None if durations is None else list(durations)
 
 
 def ParakeetForTDTLoss(

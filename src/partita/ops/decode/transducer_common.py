@@ -1,0 +1,335 @@
+"""What the searches of transducers share: the user's network, models of labels, and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
+from .phrase_boost import PhraseBoost
+
+Predict = Callable[[Tensor, Any], tuple[Tensor, Any]]
+Join = Callable[[Tensor, Tensor], Tensor]
+
+STEPS_BETWEEN_CHECKS = 10  # of a search on a GPU, after which the host asks whether it has ended
+
+
+class TransducerState(NamedTuple):
+    """Where a greedy search of B streams has stopped.
+
+    Fields:
+        output: `[B, P]`, the output of the predictor after the last label.
+        predictor: the state of the predictor after the last label.
+        skip: `[B]` int64, the frames of the next chunk that the last duration skips.
+        models: the states of the language model and of the boosted phrases, those that are given.
+    """
+
+    output: Tensor
+    predictor: Any
+    skip: Tensor
+    models: tuple[Tensor, ...]
+
+
+class TransducerHypotheses(NamedTuple):
+    """The decoded sequences of a batch, the best first; S is `max_tokens`.
+
+    Fields:
+        tokens: `[B, nbest, S]` int64, without blanks; -1 past the length.
+        lengths: `[B, nbest]` int64, the number of tokens. A hypothesis of S tokens has reached
+            `max_tokens` and may be cut off.
+        scores: `[B, nbest]`, what the hypotheses are ranked by, in nats: log-probabilities, and
+            what the language model and boosted phrases add; -inf where there are fewer hypotheses,
+            NaN for an invalid sequence.
+        steps: `[B, nbest, S]` int64, the frame at which each token is emitted; -1 past the length.
+        durations: `[B, nbest, S]` int64, the frames by which each token moves on; 0 past the
+            length and without durations.
+        token_scores: `[B, nbest, S]`, the log-probability that the network gives to each token, and
+            to its duration; 0 past the length.
+        state: what goes on with the next chunk of a greedy search; None from a beam search.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    scores: Tensor
+    steps: Tensor
+    durations: Tensor
+    token_scores: Tensor
+    state: Any
+
+
+class NodeScores(NamedTuple):
+    """What the joint network says of R nodes, or of K frames at each.
+
+    Fields:
+        tokens: `[R, K, V]` logits of the blank and of the labels.
+        durations: `[R, K, D]` logits; None for RNN-T.
+    """
+
+    tokens: Tensor
+    durations: Tensor | None
+
+
+def map_leaves(function: Callable[..., Tensor], dims: Any, *states: Any) -> Any:
+    """Return the state that `function(dim, *tensors)` makes of the tensors of equal structures."""
+    first = states[0]
+
+    def part(key: Any) -> Any:
+        of_part = dims if isinstance(dims, int) else dims[key]
+        return map_leaves(function, of_part, *(state[key] for state in states))
+
+    if isinstance(first, Tensor):
+        return function(dims, *states)
+    if isinstance(first, dict):
+        return {key: part(key) for key in first}
+    if isinstance(first, (list, tuple)):
+        parts = [part(i) for i in range(len(first))]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return first
+
+
+def select_rows(mask: Tensor, new: Any, old: Any, dims: Any = 0) -> Any:
+    """Return a state with the rows of the new one where the mask `[R]` says so."""
+
+    def select(dim: int, a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(mask.view([-1 if i == dim else 1 for i in range(a.ndim)]), a, b)
+
+    return map_leaves(select, dims, new, old)
+
+
+def take_rows(rows: Tensor, state: Any, dims: Any = 0) -> Any:
+    """Return a state whose rows are these rows of another one."""
+    return map_leaves(lambda dim, x: x.index_select(dim, rows), dims, state)
+
+
+class Network:
+    """The user's predictor and joint network, with checks of what they return."""
+
+    def __init__(
+        self,
+        predict: Predict,
+        join: Join,
+        blank: int,
+        durations: tuple[int, ...] | None,
+        state_dims: Any,
+    ) -> None:
+        self._predict, self._join = predict, join
+        self.blank, self.durations, self.state_dims = blank, durations, state_dims
+
+    def predict(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Return the output `[R, P]` of the predictor after tokens `[R]`, and its state."""
+        found = self._predict(tokens, state)
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
+            raise TypeError(f"predict: expected a pair (output, state), got {type(found).__name__}")
+        output, state = found
+        R = len(tokens)
+        if output.ndim != 2 or len(output) != R:
+            raise ValueError(
+                f"predict: expected an output of shape [B, P] with B = {R},"
+                f" got {list(output.shape)}"
+            )
+
+        def check(dim: int, x: Tensor) -> Tensor:
+            if x.ndim <= dim or x.shape[dim] != R:
+                raise ValueError(
+                    f"predict: expected tensors of the state with {R} rows in dimension {dim}"
+                    f" (state_dims), got one of shape {list(x.shape)}"
+                )
+            return x
+
+        return output, map_leaves(check, self.state_dims, state)
+
+    def join(self, frames: Tensor, output: Tensor) -> NodeScores:
+        """Return the scores of K frames `[R, K, D]` after outputs of the predictor `[R, P]`."""
+        logits = self._join(frames, output[:, None])
+        checks.floating("join", logits)
+        K, least = len(self.durations or ()), self.blank + 1
+        if logits.ndim != 3 or logits.shape[:2] != frames.shape[:2] or logits.shape[2] < least + K:
+            raise ValueError(
+                "join: expected logits of shape [B, K, V"
+                f"{' + number of durations' if K else ''}] with [B, K] = {list(frames.shape[:2])}"
+                f" and V > blank = {self.blank}, got {list(logits.shape)}"
+            )
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        if not K:
+            return NodeScores(logits, None)
+        return NodeScores(logits[..., :-K], logits[..., -K:])
+
+    def first(self, B: int, device: torch.device) -> tuple[Tensor, Any]:
+        """Return the output and the state of the predictor before the first label."""
+        return self.predict(torch.full((B,), self.blank, device=device), None)
+
+
+class PhraseBoosts:
+    """A `PhraseBoost` for each utterance, as one automaton with the methods of a language model.
+
+    The states of all automata are numbered one after another, so a state says whose it is.
+    """
+
+    def __init__(self, boosts: Sequence[PhraseBoost | None], C: int, device: torch.device) -> None:
+        given = [boost for boost in boosts if boost is not None]
+        none = given[0] if len(given) == len(boosts) else PhraseBoost([], [""] * C, 0.0)
+        each = [none if boost is None else boost for boost in boosts]
+        arcs = {boost: boost.to("cpu")._arcs for boost in each}
+        sizes = [len(of_boost.credits) for of_boost in arcs.values()]
+        firsts = {boost: sum(sizes[:i]) for i, boost in enumerate(arcs)}
+        parts = [(firsts[boost], of_boost) for boost, of_boost in arcs.items()]
+        _, no_pair = parts[0]  # the first pair of each is none
+
+        def joined(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat(list(tensors)).to(device)
+
+        self._pairs = joined([no_pair.pairs[:1], *(x.pairs[1:] + first * C for first, x in parts)])
+        self._targets = joined([no_pair.targets[:1], *(x.targets[1:] + f for f, x in parts)])
+        self._scores = joined([no_pair.scores[:1], *(x.scores[1:] for _, x in parts)])
+        self._credits = joined(x.credits for _, x in parts)
+        # The arcs of each automaton that are in no pair, and the automaton of each state.
+        self._start_targets = joined(x.start_targets[None] + first for first, x in parts)
+        self._start_scores = joined(x.start_scores[None] for _, x in parts)
+        owners = (torch.full_like(x.credits, i).long() for i, (_, x) in enumerate(parts))
+        self._owners = joined(owners)
+        self._roots = no_pair.pairs.new_tensor([firsts[boost] for boost in each]).to(device)
+
+    def start(self, B: int) -> Tensor:
+        """Return the state of each utterance before its first label."""
+        return self._roots
+
+    def advance(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what each label adds after each state, `[R, C]`, and the states that follow."""
+        owners = self._owners[states]
+        C = self._start_targets.shape[1]
+        pairs = states[:, None] * C + torch.arange(C, device=states.device)
+        places = torch.searchsorted(self._pairs, pairs).clamp_(max=len(self._pairs) - 1)
+        differs = self._pairs[places] == pairs
+        scores = torch.where(differs, self._scores[places], self._start_scores[owners])
+        following = torch.where(differs, self._targets[places], self._start_targets[owners])
+        return scores - self._credits[states, None], following
+
+    def final(self, states: Tensor) -> Tensor:
+        """Return what the end adds, `[R]`: it takes back the credit of an open phrase."""
+        return -self._credits[states]
+
+
+def weighted(scores: Tensor, weight: float) -> Tensor:
+    """Return scores times their weight, with 0 · -inf = 0."""
+    return weight * scores if weight else torch.zeros_like(scores)
+
+
+class LabelModels:
+    """A language model and boosted phrases, of which each may be absent, as one model."""
+
+    def __init__(
+        self, language_model: Any, alpha: float, boost: Any, B: int, device: torch.device
+    ) -> None:
+        checks.number("alpha", alpha, low=0.0)
+        self.weights: list[float] = []
+        self._models: list[tuple[str, Any]] = []
+        if language_model is not None:
+            self._add("language_model", language_model, alpha)
+        if isinstance(boost, (list, tuple)):
+            if len(boost) != B:
+                raise ValueError(f"boost: expected one for each of {B} sequences, got {len(boost)}")
+            for i, each in enumerate(boost):
+                if each is not None and not isinstance(each, PhraseBoost):
+                    raise TypeError(
+                        f"boost[{i}]: expected a PhraseBoost or None, got {type(each).__name__}"
+                    )
+            columns = {len(each._arcs.start_targets) for each in boost if each is not None}
+            if len(columns) > 1:
+                raise ValueError(f"boost: expected equal numbers of labels, got {sorted(columns)}")
+            for C in columns:
+                self._add("boost", PhraseBoosts(boost, C, device), 1.0)
+        elif boost is not None:
+            moves = isinstance(boost, PhraseBoost)
+            self._add("boost", boost.to(device) if moves else boost, 1.0)
+        self._device = device
+
+    def _add(self, name: str, model: Any, weight: float) -> None:
+        for method in ("start", "advance", "final"):
+            if not callable(getattr(model, method, None)):
+                raise TypeError(
+                    f"{name}: expected an object with the methods start, advance and final,"
+                    f" got {type(model).__name__}"
+                )
+        self._models.append((name, model))
+        self.weights.append(weight)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def start(self, B: int) -> tuple[Tensor, ...]:
+        """Return the states before the first label."""
+        states = tuple(model.start(B) for _, model in self._models)
+        for (name, _), state in zip(self._models, states, strict=True):
+            if state.device != self._device:
+                raise ValueError(
+                    f"{name}: expected a model on {self._device}, got one on {state.device}"
+                )
+        return states
+
+    def advance(self, states: tuple[Tensor, ...], V: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what each of V classes adds after each state, `[R, V]`, and what follows."""
+        total, following = torch.zeros((), dtype=torch.float64, device=self._device), []
+        for (name, model), weight, state in zip(self._models, self.weights, states, strict=True):
+            scores, after = model.advance(state)
+            if scores.shape != (len(state), V):
+                raise ValueError(
+                    f"{name}: expected a column for each of the {V} classes of the network,"
+                    f" got {scores.shape[-1]}"
+                )
+            total = total + weighted(scores, weight)
+            following.append(after)
+        return total, tuple(following)
+
+    def final(self, states: tuple[Tensor, ...]) -> Tensor:
+        """Return what the end of a hypothesis adds, `[R]`."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for (_, model), weight, state in zip(self._models, self.weights, states, strict=True):
+            total = total + weighted(model.final(state), weight)
+        return total
+
+
+def table(*rows: Any, device: torch.device) -> Tensor:
+    """Return a table of numbers, for `constant`, which copies it to a GPU one time."""
+    return torch.tensor(rows, device=device)
+
+
+def checked_durations(durations: Any) -> tuple[int, ...] | None:
+    """Return the durations of a TDT; None for RNN-T."""
+    if durations is None:
+        return None
+    if isinstance(durations, Tensor):
+        durations = durations.tolist()
+    if not isinstance(durations, Sequence) or isinstance(durations, str):
+        raise TypeError(
+            f"durations: expected a sequence of integers, got {type(durations).__name__}"
+        )
+    for value in durations:
+        checks.python_int("durations", value)
+    if not durations or min(durations) < 0 or max(durations) < 1:
+        raise ValueError(
+            "durations: expected numbers of 0 or more, of which one is above 0,"
+            f" got {list(durations)}"
+        )
+    return tuple(int(value) for value in durations)
+
+
+def no_hypotheses(encoder: Tensor, nbest: int, max_tokens: int, state: Any) -> TransducerHypotheses:
+    """Return what a search finds without frames: one empty hypothesis for each sequence."""
+    shape = (len(encoder), nbest, max_tokens)
+    scores = encoder.new_zeros(shape[:2], dtype=acc_dtype(encoder.dtype))
+    scores[:, 1:] = -torch.inf
+    tokens = encoder.new_full(shape, -1, dtype=torch.int64)
+    return TransducerHypotheses(
+        tokens=tokens,
+        lengths=tokens.new_zeros(shape[:2]),
+        scores=scores,
+        steps=tokens.clone(),
+        durations=torch.zeros_like(tokens),
+        token_scores=scores.new_zeros(shape),
+        state=state,
+    )

@@ -1,0 +1,184 @@
+"""Beam search of transducers, against all of their sequences and against loops."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.errors import raises
+from helpers.ngrams import arpa, corpus, ngrams_of
+from helpers.transducers import (
+    Cached,
+    Recurrent,
+    Stateless,
+    beam,
+    exact_scores,
+    sequences,
+    transducer,
+)
+
+from partita import NgramLM, PhraseBoost, rnnt_beam_search
+
+LABELS = ["-", "w1", "w2", "w3", "w4", "w5"]
+TDT = (0, 1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> NgramLM:
+    path: Path = tmp_path_factory.mktemp("models") / "model.arpa"
+    path.write_text(arpa(ngrams_of(corpus(200, words=6), 3)))
+    return NgramLM.from_arpa(path, labels=LABELS)
+
+
+def texts(found: Any, b: int) -> list[tuple[int, ...]]:
+    """Return the tokens of the hypotheses of a sequence."""
+    exist = found.scores[b] > -torch.inf
+    rows = zip(found.tokens[b][exist].tolist(), found.lengths[b][exist].tolist(), strict=True)
+    return [tuple(row[:length]) for row, length in rows]
+
+
+@pytest.mark.parametrize("durations", [None, (0, 1, 2), (1, 3)])
+@pytest.mark.parametrize("kind", [Recurrent, Stateless])
+def test_a_beam_that_holds_everything_is_exact(
+    kind: Any, durations: tuple[int, ...] | None
+) -> None:
+    network = transducer(kind, (4, 1, 3), durations, classes=3, dtype=torch.float64)
+    options = {"beam_width": 90, "nbest": 20, "max_tokens": 3}
+    found = network.search(rnnt_beam_search, **options)
+    every = sequences(3, 3)
+    for b in range(3):
+        exact = exact_scores(network, b, every)
+        possible = int((exact > -torch.inf).sum())
+        values, order = exact.sort(descending=True)
+        assert texts(found, b) == [every[i] for i in order[:possible]]
+        torch.testing.assert_close(found.scores[b, : len(every)], values, rtol=1e-12, atol=0)
+        assert (found.scores[b, len(every) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Cached])
+@pytest.mark.parametrize("durations", [None, TDT, (1, 2)])
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_it_is_the_search_by_loops(
+    kind: Any, durations: tuple[int, ...] | None, width: int, model: NgramLM
+) -> None:
+    boost = PhraseBoost([["w1", "w2"], ["w3", "w4", "w3"]], LABELS, 3.0)
+    several = 0
+    for seed, models in enumerate(([], [(model, 0.4)], [(boost, 1.0)], [(model, 0.3), (boost, 1)])):
+        network = transducer(kind, (7, 5, 0, 6), durations, dtype=torch.float64, seed=seed)
+        given: dict[str, Any] = {"max_symbols_per_step": 2, "max_tokens": 8}
+        options = {**given, "beam_width": width, "nbest": width}
+        for each, weight in models:
+            options["boost" if each is boost else "language_model"] = each
+            options |= {} if each is boost else {"alpha": weight}
+        found = network.search(rnnt_beam_search, **options)
+        for b in range(4):
+            expected = beam(network, b, width, models=models, **given)
+            assert texts(found, b) == [each.tokens for each in expected]
+            several += len(expected) > 1
+            for i, each in enumerate(expected):
+                n = len(each.tokens)
+                assert float(found.scores[b, i]) == pytest.approx(each.score, rel=1e-12)
+                columns = [x[b, i].tolist() for x in (found.steps, found.durations)]
+                assert columns[0] == [*(e[0] for e in each.emitted), *[-1] * (8 - n)]
+                assert columns[1] == [*(e[1] for e in each.emitted), *[0] * (8 - n)]
+                scores = [*(e[2] for e in each.emitted), *[0.0] * (8 - n)]
+                assert found.token_scores[b, i].tolist() == pytest.approx(scores, rel=1e-12)
+    assert several > 8 or width == 1
+
+
+def test_boosts_of_utterances() -> None:
+    boosts = [PhraseBoost([["w3"]], LABELS, 9.0), None, PhraseBoost([["w5"]], LABELS, 9.0)]
+    network = transducer(lengths=(6, 6, 6), dtype=torch.float64)
+    found = network.search(rnnt_beam_search, boost=boosts, beam_width=3)
+    for b, each in enumerate(boosts):
+        models = [(each, 1.0)] if each else []
+        (best, *_) = beam(network, b, 3, 12, models=models)
+        assert texts(found, b) == [best.tokens]
+    assert 3 in texts(found, 0)[0]
+    assert 5 in texts(found, 2)[0]
+
+
+def test_scores_over_lengths() -> None:
+    network = transducer(lengths=(7, 5, 0), dtype=torch.float64)
+    plain = network.search(rnnt_beam_search, nbest=6, beam_width=6)
+    found = network.search(rnnt_beam_search, nbest=6, beam_width=6, length_normalize=True)
+    scores = plain.scores / plain.lengths.clamp(min=1)
+    torch.testing.assert_close(found.scores, scores.sort(1, descending=True)[0])
+    assert sorted(texts(found, 0)) == sorted(texts(plain, 0))
+    assert texts(found, 0) != texts(plain, 0)
+
+
+def test_two_runs_give_the_same_bits_and_neighbours_do_not_matter() -> None:
+    network = transducer(durations=TDT, seed=3)
+    found, again = (network.search(rnnt_beam_search, beam_width=4, nbest=4) for _ in range(2))
+    for a, b in zip(found[:-1], again[:-1], strict=True):
+        assert torch.equal(a, b)
+    poisoned = network.encoder.clone()
+    poisoned[0] = torch.nan
+    other = network._replace(encoder=poisoned).search(rnnt_beam_search, beam_width=4, nbest=4)
+    assert other.scores[0, 0].isnan()
+    for a, b in zip(found[:-1], other[:-1], strict=True):
+        assert torch.equal(a[1:], b[1:])
+
+
+def test_without_frames_there_are_no_tokens() -> None:
+    network = transducer(lengths=(0, 0, 3))
+    found = network.search(rnnt_beam_search, nbest=2)
+    assert found.lengths[:2].tolist() == [[0, 0]] * 2
+    assert found.scores[:2].tolist() == [[0.0, -torch.inf]] * 2
+    none = network._replace(encoder=network.encoder[:, :0], lengths=[0, 0, 0])
+    assert none.search(rnnt_beam_search, nbest=2).scores.tolist() == [[0.0, -torch.inf]] * 3
+    nobody = network._replace(encoder=network.encoder[:0], lengths=[])
+    assert nobody.search(rnnt_beam_search, nbest=2).tokens.shape == (0, 2, 10)
+
+
+def test_frames_that_no_durations_add_up_to_have_no_hypothesis() -> None:
+    network = transducer(lengths=(4, 3), durations=(2,))
+    found = network.search(rnnt_beam_search)
+    assert found.scores[0, 0] > -torch.inf
+    assert found.scores[1, 0] == -torch.inf
+    assert found.lengths[1, 0] == 0
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_invalid_length_has_no_tokens() -> None:
+    network = transducer(lengths=(5, 5, 5))
+    found = network.search(rnnt_beam_search)
+    wrong = network._replace(lengths=[5, 6, -1]).search(rnnt_beam_search)
+    assert wrong.lengths[1:].tolist() == [[0], [0]]
+    assert wrong.scores.isnan().tolist() == [[False], [True], [True]]
+    assert torch.equal(wrong.tokens[0], found.tokens[0])
+
+
+def test_wrong_arguments_are_named(model: NgramLM) -> None:
+    search = transducer().search
+    for options, message in (
+        ({"beam_width": 0}, "ValueError: beam_width: expected a number of at least 1, got 0"),
+        ({"nbest": 9}, "ValueError: nbest: expected a number from 1 to 8, got 9"),
+        ({"nbest": 1.0}, "TypeError: nbest: expected an int, got float"),
+        ({"alpha": -1.0, "language_model": model}, "ValueError: alpha: expected a number of at"),
+        ({"alpha": math.inf, "language_model": model}, "ValueError: alpha: expected a number of"),
+    ):
+        with raises(message):
+            search(rnnt_beam_search, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("durations", [None, TDT])
+def test_a_gpu_finds_the_same(durations: tuple[int, ...] | None, model: NgramLM) -> None:
+    boost = PhraseBoost([["w1", "w2"], ["w3"]], LABELS, 2.0)
+    for seed in range(4):
+        network = transducer(durations=durations, seed=seed, dtype=torch.float64)
+        options = {"beam_width": 4, "nbest": 4}
+        expected = network.search(rnnt_beam_search, language_model=model, boost=boost, **options)
+        moved = network._replace(
+            predict=network.predict.cuda(),
+            join=network.join.cuda(),
+            encoder=network.encoder.cuda(),
+        )
+        options |= {"language_model": model.to("cuda"), "boost": [boost] * 4}
+        found = moved.search(rnnt_beam_search, **options)
+        for name in ("tokens", "lengths", "steps", "durations"):
+            assert torch.equal(getattr(found, name).cpu(), getattr(expected, name))
+        torch.testing.assert_close(found.scores.cpu(), expected.scores)
