@@ -16,6 +16,7 @@ from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls, stitch
 from .ops.decode.common import Hypotheses
+from .ops.decode.ctc_decoder import CTCDecoder, CTCStream, PartialText, Transcripts
 from .ops.decode.language_model import NgramLM
 from .ops.decode.phrase_boost import PhraseBoost
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
@@ -66,6 +67,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Basecalls",
     "CTCAlignment",
+    "CTCDecoder",
+    "CTCStream",
     "Chain",
     "ChainSample",
     "Distillation",
@@ -78,6 +81,7 @@ __all__ = [
     "Log",
     "Max",
     "NgramLM",
+    "PartialText",
     "PhraseBoost",
     "RNNTAlignment",
     "SemiMarkovChain",
@@ -89,6 +93,7 @@ __all__ = [
     "TokenSpans",
     "TokenStats",
     "TopK",
+    "Transcripts",
     "TruncatedStats",
     "ViterbiPath",
     "backend",
