@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.ngrams import arpa, ngrams_of
 from torch import Tensor
 
@@ -203,3 +204,166 @@ def test_chunks_of_any_size_give_the_same_bits(model: NgramLM, name: str, sizes:
         again = stream.result()
         assert again.text[1] == expected.text[1]
         assert again.text[0] == decoder(x[:5, 1], **given).text[0]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_is_past_the_lengths_reaches_nothing(model: NgramLM, name: str) -> None:
+    x, decoder = drawn(30, 4, N=3), CTCDecoder(LABELS, language_model=model)
+    with partita.backend(name):
+        expected = decoder(x[:20], [20, 0, 11], nbest=2)
+        poisoned = x.clone()
+        for n, length in enumerate([20, 0, 11]):
+            poisoned[length:, n] = torch.nan
+        found = decoder(poisoned, torch.tensor([20, 0, 11]), nbest=2)
+        assert (found.text, found.words) == (expected.text, expected.words)
+        assert torch.equal(found.lm_scores, expected.lm_scores)
+        assert found.text[1] == ["", ""]
+        assert found.hypotheses.scores[1].tolist() == [0.0, -math.inf]
+        assert float(found.lm_scores[1, 0]) == pytest.approx(0.5 * float(model.score("")))
+        poisoned[5, 0] = math.inf
+        found = decoder(poisoned, [20, 0, 11], nbest=2)
+        assert found.text[0] == ["", ""] and found.hypotheses.scores[0].isnan().all()
+        assert found.text[2] == expected.text[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_strides_and_logits(model: NgramLM, dtype: torch.dtype) -> None:
+    decoder = CTCDecoder(LABELS, language_model=model)
+    x = drawn(40, 4, N=2).to(dtype)
+    expected = decoder(x.double(), from_logits=True)
+    same(decoder(x, from_logits=True), expected, atol=1e-9)
+    same(decoder(x.transpose(0, 1).contiguous().transpose(0, 1), from_logits=True), expected, 1e-9)
+    assert decoder(x[:, 0], from_logits=True).text[0] == expected.text[0]
+
+
+def test_weights_can_be_set(model: NgramLM) -> None:
+    x, decoder = drawn(12, 4), CTCDecoder(LABELS, language_model=model)
+    before = decoder(x)
+    decoder.alpha, decoder.beta = 0.0, -3.0
+    words = len(decoder(x).words[0][0])
+    assert words < len(before.words[0][0])
+    assert float(decoder(x).lm_scores) == -3.0 * words
+
+
+class Uniform:
+    """A language model that knows two words, which are equally probable after anything."""
+
+    words = ("<unk>", "a", "b")
+
+    def start(self, B: int, bos: bool = True) -> Tensor:
+        return torch.zeros(B, dtype=torch.int64)
+
+    def advance(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        shape = len(states), 3
+        return torch.full(shape, -2.0), torch.zeros(shape, dtype=torch.int64)
+
+    def final(self, states: Tensor) -> Tensor:
+        return torch.full((len(states),), -1.0)
+
+
+def test_a_model_of_ones_own_is_served_by_the_reference() -> None:
+    x, decoder = drawn(5, 4), CTCDecoder(LABELS, language_model=Uniform(), beta=0.0)
+    found = decoder(x, nbest=5)
+    for words, score in zip(found.words[0], found.lm_scores[0].tolist(), strict=True):
+        unknown = sum(word not in ("a", "b") for word, *_ in words)
+        expected = 0.5 * (-2 * len(words) - 10 * math.log(10) * unknown - 1)
+        assert score == pytest.approx(expected)
+    with partita.backend("numba"), raises("RuntimeError: backend 'numba': expected an NgramLM"):
+        decoder(x)
+    with partita.backend("triton"), raises("RuntimeError: backend 'triton': CTCDecoder has no"):
+        decoder(x)
+
+
+def test_a_long_stream_takes_the_same_memory(model: NgramLM) -> None:
+    def memory() -> tuple[int, int]:
+        (search,) = stream._search.searches
+        arrays = sum(x.nbytes for name, x in search._asdict().items() if name != "written")
+        return arrays, len(pickle.dumps(stream._search)) - 24 * int(search.counts[5])
+
+    # Ambiguous steps: the beam holds many texts that differ early.
+    x, decoder = drawn(400, 4, scale=0.7), CTCDecoder(LABELS, language_model=model)
+    stream = decoder.stream(max_open_steps=100)
+    stream.feed(x)
+    held, pickled = memory()
+    for _ in range(10):
+        stream.feed(x)
+    (part,) = stream.partial()
+    assert memory()[0] == held and memory()[1] < 3 * pickled
+    assert len(part.committed) > 10 * len(part.open)
+    text = stream.result().text[0][0]
+    assert text.startswith(part.committed.strip())
+
+
+@pytest.mark.gpu
+def test_scores_on_a_gpu(model: NgramLM) -> None:
+    x, decoder = drawn(60, 4, N=2).cuda(), CTCDecoder(LABELS, language_model=model)
+    found, expected = decoder(x, [60, 40], nbest=2), decoder(x.cpu(), [60, 40], nbest=2)
+    assert all(each.is_cuda for each in (found.lm_scores, *found.hypotheses))
+    cpu = partita.Hypotheses(*(each.cpu() for each in found.hypotheses))
+    same(found._replace(hypotheses=cpu, lm_scores=found.lm_scores.cpu()), expected)
+    assert decoder.language_model is model and model.device.type == "cpu"
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"labels": "abc"}, "TypeError: labels: expected a sequence of strings, got str"),
+    ({"labels": []}, "ValueError: labels: expected at least one"),
+    ({"labels": ["", "a", "a"]}, r"ValueError: labels\[2\]: expected different labels, got 'a'"),
+    ({"labels": ["-", ""]}, r"ValueError: labels\[1\]: expected a text"),
+    ({"labels": ["-", 1]}, r"TypeError: labels\[1\]: expected a string, got int"),
+    ({"unit": "letter"}, "ValueError: unit: expected one of 'word', 'token', got 'letter'"),
+    ({"unigrams": ["a"]}, "ValueError: unigrams: expected unit="),
+    ({"unigrams": "a", "unigrams_only": True}, "TypeError: unigrams: expected words, got one"),
+    ({"unigrams_only": True}, "ValueError: unigrams_only: expected unigrams or a language model"),
+    ({"language_model": "x.arpa"}, "TypeError: language_model: expected the method start, got str"),
+]
+
+
+@pytest.mark.parametrize(("given", "error"), ERRORS)
+def test_errors_of_a_decoder(given: dict[str, Any], error: str) -> None:
+    with raises(error):
+        CTCDecoder(**{"labels": LABELS, **given})
+
+
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"beam_width": 0}, "ValueError: beam_width: expected 1 to 256, got 0"),
+    ({"nbest": 17}, "ValueError: nbest: expected 1 to 16, got 17"),
+    ({"cutoff_top_n": 0}, "ValueError: cutoff_top_n: expected a number from 1 on, got 0"),
+    ({"token_min_logp": 1.0}, "ValueError: token_min_logp: expected a number"),
+    ({"blank_skip_threshold": 0.0}, "ValueError: blank_skip_threshold: expected a number above"),
+    ({"max_open_steps": None}, "TypeError: max_open_steps: expected an int, got NoneType"),
+    ({"input_lengths": [6]}, "ValueError: input_lengths: expected"),
+    ({"hotwords": "ab"}, "TypeError: hotwords: expected words, got one string"),
+    ({"hotwords": [1]}, r"TypeError: hotwords\[0\]: expected a string, got int"),
+    ({"boost": [None, None]}, "ValueError: boost: expected 1 of them, got 2"),
+    ({"boost": ["ab"]}, "TypeError: boost: expected a PhraseBoost, got str"),
+    (
+        {"boost": PhraseBoost(["a"], ["a"], 1.0)},
+        "ValueError: boost: expected phrases over 4 labels, got 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "error"), CALLS)
+def test_errors_of_a_call(given: dict[str, Any], error: str) -> None:
+    with raises(error):
+        CTCDecoder(LABELS)(drawn(5, 4), **given)
+
+
+def test_errors_of_steps_and_streams() -> None:
+    decoder = CTCDecoder(LABELS)
+    with raises(r"ValueError: log_probs: expected shape \[T, 1, 4\], got \[5, 3\]"):
+        decoder(torch.zeros(5, 3))
+    with raises("TypeError: log_probs"):
+        decoder(torch.zeros(5, 4, dtype=torch.int64))
+    with raises(r"ValueError: log_probs: expected shape \[T, 2, 4\], got \[5, 4\]"):
+        decoder.stream(2).feed(torch.zeros(5, 4))
+    with raises("IndexError: n: expected"):
+        decoder.stream(2).reset(2)
+    with raises("TypeError: stream: got an unexpected keyword 'width'"):
+        decoder.stream(width=3)
+    tokens = CTCDecoder(LABELS, unit="token")
+    with raises("ValueError: hotwords: expected unit="):
+        tokens(drawn(5, 4), hotwords=["ab"])
+    decoder.alpha = math.nan
+    with raises("ValueError: alpha: expected a number"):
+        decoder(drawn(5, 4))

@@ -103,13 +103,13 @@ class CTCDecoder:
         >>> probs = torch.tensor([[0.1, 0.6, 0.2, 0.1], [0.1, 0.1, 0.2, 0.6], [0.1, 0.1, 0.7, 0.1]])
         >>> found = decoder(probs.log(), nbest=2)
         >>> found.text  # "a b" is the best path, and "a" is no word
-        [['b', 'ab']]
-        >>> found.words[0][1]  # with the first step and the step after the last
+        [['ab', 'b']]
+        >>> found.words[0][0]  # with the first step and the step after the last
         [('ab', 0, 3)]
         >>> found.hypotheses.scores.exp()
-        tensor([[0.1240, 0.0840]], dtype=torch.float64)
-        >>> decoder(probs.log(), hotwords=["ab"]).text
-        [['ab']]
+        tensor([[0.2060, 0.1980]], dtype=torch.float64)
+        >>> decoder(probs.log(), hotwords=["b"]).text
+        [['b b']]
     """
 
     def __init__(
@@ -340,18 +340,27 @@ class CTCDecoder:
 class CTCStream:
     """A search over N sequences whose steps come in chunks, as `CTCDecoder.stream` makes it.
 
+    Args:
+        decoder: the decoder.
+        N: the number of sequences.
+        boost, hotwords, hotword_weight, beam_width, nbest: as in a call.
+        settings: the other keywords of a call.
+
     Chunks of any sizes give bit for bit what one call gives. After each chunk all that no later
     step can reach is dropped. So the memory stays the same over hours, but for 24 bytes for each
     label of the text that is committed. The weights are those that the decoder had when the stream
     was made. A stream can be pickled, with its decoder.
 
     Raises:
-        TypeError, ValueError: see `CTCDecoder`, which makes it.
+        TypeError, ValueError: as in a call.
+
+    Source: as of `CTCDecoder`, pyctcdecode 0.5, 2023.
 
     Example:
         >>> import torch, partita
         >>> stream = partita.CTCDecoder(["", "a", "b", " "]).stream(2, from_logits=True)
-        >>> chunk = torch.eye(4)[[[1, 2], [0, 0], [3, 1]]] * 9  # [T, N, C]
+        >>> classes = torch.tensor([[1, 2], [0, 0], [3, 1]])  # [T, N]
+        >>> chunk = torch.nn.functional.one_hot(classes, 4) * 9.0  # [T, N, C]
         >>> stream.feed(chunk, [3, 2])
         >>> stream.partial()
         [PartialText(committed='', open='a '), PartialText(committed='', open='b')]
@@ -451,8 +460,8 @@ class CTCStream:
             >>> import torch, partita
             >>> stream = partita.CTCDecoder(["", "a", " "]).stream(from_logits=True)
             >>> stream.feed(torch.eye(3)[[1, 2, 1]] * 20)
-            >>> stream.partial()
-            [PartialText(committed='a', open=' a')]
+            >>> stream.partial()  # the empty text is still in the beam
+            [PartialText(committed='', open='a a')]
         """
         found = []
         for path, final in self._search.best_paths():
@@ -496,9 +505,6 @@ class CTCStream:
         for i in chosen:
             self._search.reset(i)
             self._steps[i] = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_search": self._search.without_tables()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

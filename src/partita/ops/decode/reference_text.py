@@ -296,9 +296,5 @@ class ReferenceSearch:
             found.append((best, max(0, len(list(shared)) - 1)))
         return found
 
-    def without_tables(self) -> ReferenceSearch:
-        """Return what is pickled, which is all of it."""
-        return self
-
     def attach(self, decoder: Any) -> None:
         """Go on after pickling, for which nothing is missing."""

@@ -7,6 +7,7 @@ they are the labels themselves, and each of them is a word of the language model
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -166,15 +167,6 @@ class Found(NamedTuple):
     lm_score: float
 
 
-class Places(dict[int, int]):
-    """The symbol of each code point, and one for all others."""
-
-    other: int
-
-    def __missing__(self, code_point: int) -> int:
-        return self.other
-
-
 def build_lexicon(vocabulary: Vocabulary, words: Words, only: bool) -> Lexicon:
     """Return the trie of the words that a model knows, or that a text may have."""
     if vocabulary.by_token:
@@ -185,8 +177,8 @@ def build_lexicon(vocabulary: Vocabulary, words: Words, only: bool) -> Lexicon:
         return Lexicon(empty, empty, torch.tensor(list(places)), known, known)
     listed = words.known if only else words.places.keys() - set(MARKERS)
     # Symbols as characters, which the interpreter translates, sorts and joins in C.
-    symbols_of = Places({ord(each): place for each, place in vocabulary.places.items()})
-    symbols_of.other = vocabulary.symbols - 1
+    places = {ord(each): place for each, place in vocabulary.places.items()}
+    symbols_of = collections.defaultdict(lambda: vocabulary.symbols - 1, places)
     spelled = sorted((word.translate(symbols_of), word) for word in listed if word)
     lengths = torch.tensor([len(each) for each, _ in spelled], dtype=torch.int64)
     text = "".join(each for each, _ in spelled).encode("utf-32-le", "surrogatepass")

@@ -13,7 +13,6 @@ all hypotheses share are written out. Neither changes a score.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -834,24 +833,18 @@ class TextSearch:
                 found[id(boost)] = each._replace(gains=gains_of(each, options))
         return [found[id(boost)] for _, boost in phrases]
 
-    def without_tables(self) -> TextSearch:
-        """Return what is pickled: the used part of the state, without the tables of the decoder."""
-        found = copy.copy(self)
-        found.tables, found.searches = [], []
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the used part of the state, without the tables of the decoder."""
+        used = []
         for n in range(len(self.searches)):
             self._collect(n)
             search = self.searches[n]
-            nodes, events = (int(x) for x in search.counts[:2])
-            found.searches.append(
-                search._replace(
-                    nodes=search.nodes[:nodes],
-                    node_scores=search.node_scores[:nodes],
-                    table=search.table[:0],
-                    events=search.events[:events],
-                    written=search.written[: int(search.counts[WRITTEN])],
-                )
-            )
-        return found
+            nodes, events = search.counts[:2].tolist()
+            parts = {"nodes": search.nodes[:nodes], "node_scores": search.node_scores[:nodes]}
+            parts |= {"table": search.table[:0], "events": search.events[:events]}
+            parts["written"] = search.written[: search.counts[WRITTEN]]
+            used.append(search._replace(**parts))
+        return {**vars(self), "tables": [], "searches": used}
 
     def attach(self, decoder: Any) -> None:
         """Go on after pickling, with the tables of the decoder."""
