@@ -217,6 +217,9 @@ def test_what_is_past_the_lengths_reaches_nothing(model: NgramLM, name: str) -> 
         found = decoder(poisoned, torch.tensor([20, 0, 11]), nbest=2)
         assert (found.text, found.words) == (expected.text, expected.words)
         assert torch.equal(found.lm_scores, expected.lm_scores)
+        alone = decoder(x[:11, 2], nbest=2)  # neither does another sequence
+        assert alone.text[0] == expected.text[2]
+        assert torch.equal(alone.hypotheses.scores[0], expected.hypotheses.scores[2])
         assert found.text[1] == ["", ""]
         assert found.hypotheses.scores[1].tolist() == [0.0, -math.inf]
         assert float(found.lm_scores[1, 0]) == pytest.approx(0.5 * float(model.score("")))

@@ -393,6 +393,7 @@ class CTCStream:
         self._options = decoder._options(beam_width, nbest, settings)
         phrases = decoder._phrases(N, boost, hotwords, hotword_weight)
         self._steps = [0] * N
+        self._committed = [(0, "")] * N  # the number of labels, and their text
         self._search: Any = None
         self._make_search(phrases)
 
@@ -464,10 +465,13 @@ class CTCStream:
             [PartialText(committed='', open='a a')]
         """
         found = []
-        for path, final in self._search.best_paths():
+        paths = self._search.best_paths([number for number, _ in self._committed])
+        for n, (path, final) in enumerate(paths):
+            number, committed = self._committed[n]
             labels = [int(label) for label, *_ in path]
-            committed, text = self._text(labels[:final]), self._text(labels)
-            found.append(PartialText(committed, text[len(committed) :]))
+            committed += self._text(labels[: final - number], committed)
+            self._committed[n] = final, committed
+            found.append(PartialText(committed, self._text(labels[final - number :], committed)))
         return found
 
     def result(self) -> Transcripts:
@@ -504,17 +508,17 @@ class CTCStream:
         chosen = range(self.N) if n is None else [checks.dimension("n", n, self.N)]
         for i in chosen:
             self._search.reset(i)
-            self._steps[i] = 0
+            self._steps[i], self._committed[i] = 0, (0, "")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._search.attach(self.decoder)
 
-    def _text(self, labels: Iterable[int]) -> str:
-        """Return the text of labels, with one space after each finished word."""
+    def _text(self, labels: Iterable[int], before: str) -> str:
+        """Return the text of labels after another text, with one space after each finished word."""
         texts = self.decoder._vocabulary.texts
         joined = "".join(texts[label] for label in labels).translate(BOUNDARIES)
-        return re.sub(" +", " ", joined).lstrip(" ")
+        return re.sub(" +", " ", (before[-1:] or " ") + joined)[1:]
 
     def _words(self, path: Any) -> list[Word]:
         """Return the words of labels with their steps."""

@@ -279,10 +279,13 @@ class ReferenceSearch:
             for beam, scores in zip(self.beams, self.scores, strict=True)
         ]
 
-    def best_paths(self) -> list[tuple[Path, int]]:
-        """Return the labels of each best hypothesis, and how many of them cannot change."""
+    def best_paths(self, firsts: list[int]) -> list[tuple[Path, int]]:
+        """Return the labels of each best hypothesis, and how many of them cannot change.
+
+        The labels are those from the first one on that each sequence has in `firsts`.
+        """
         found: list[tuple[Path, int]] = []
-        for beam in self.beams:
+        for beam, first in zip(self.beams, firsts, strict=True):
             paths = [
                 [each[:2] for each in ending.path]
                 for endings in (beam or {}).values()
@@ -293,7 +296,7 @@ class ReferenceSearch:
             together = zip(*paths, strict=False)
             shared = itertools.takewhile(lambda each: len(set(each)) == 1, together)
             best = merged(list(next(iter((beam or {}).values()), {}).values())).path
-            found.append((best, max(0, len(list(shared)) - 1)))
+            found.append((best[first:], max(first, len(list(shared)) - 1)))
         return found
 
     def attach(self, decoder: Any) -> None:

@@ -730,14 +730,19 @@ def finish(search: Any, tables: Any, options: Any, found: Any) -> int:
 
 
 @jit(nogil=True)
-def path_of(search: Any, event: int, end: int) -> Any:
-    """Return label, first step and the step after the last of each event up to this one."""
+def path_of(search: Any, first: int, event: int, end: int) -> Any:
+    """Return label, first step and the step after the last of each event up to this one.
+
+    The first ones, which have to be written out, are left out.
+    """
     number, last = 0, event
     while last >= 0:
         number, last = number + 1, search.events[last, PREVIOUS]
-    written = search.counts[WRITTEN] if event >= 0 else 0
+    written = search.counts[WRITTEN] - first if event >= 0 else 0
     path = np.empty((written + number, 3), np.int64)
-    path[:written] = search.written[:written]
+    for i in range(written):
+        for k in range(3):
+            path[i, k] = search.written[first + i, k]
     for i in range(written + number - 1, written - 1, -1):
         fields = search.events[event]
         path[i, 0], path[i, 1], path[i, 2] = fields[LABEL], fields[STEP], end
@@ -901,16 +906,19 @@ class TextSearch:
         """Return the best texts of each sequence; None where it is invalid."""
         return [self._result(n) for n in range(len(self.searches))]
 
-    def best_paths(self) -> list[tuple[Any, int]]:
-        """Return the labels of each best hypothesis, and how many of them cannot change."""
+    def best_paths(self, firsts: list[int]) -> list[tuple[Any, int]]:
+        """Return the labels of each best hypothesis, and how many of them cannot change.
+
+        The labels are those from the first one on that each sequence has in `firsts`.
+        """
         found = []
-        for search in self.searches:
+        for search, first in zip(self.searches, firsts, strict=True):
             if not (search.counts[SIZE] and search.counts[VALID]):
-                found.append((np.empty((0, 3), np.int64), 0))
+                found.append((np.empty((0, 3), np.int64), first))
                 continue
             x, y = search.numbers[0], search.integers[0]
             _, event, end = best_of(x, y, y[ENDINGS], -1)
-            found.append((path_of(search, event, end), int(search.counts[WRITTEN])))
+            found.append((path_of(search, first, event, end), int(search.counts[WRITTEN])))
         return found
 
     def _result(self, n: int) -> list[Found] | None:
@@ -922,7 +930,7 @@ class TextSearch:
         log_probs, scores, last = np.empty(nbest), np.empty(nbest), np.empty((nbest, 2), np.int64)
         number = finish(search, self.tables[n], self.options, (log_probs, scores, last))
         return [
-            Found(path_of(search, *last[i]), float(log_probs[i]), float(scores[i]))
+            Found(path_of(search, 0, *last[i]), float(log_probs[i]), float(scores[i]))
             for i in range(number)
         ]
 
