@@ -140,8 +140,8 @@ class BeamSearchDecoderCTC:
         empty = torch.zeros(0, 0, len(self.decoder.labels))
         batch = torch.nn.utils.rnn.pad_sequence(rows) if rows else empty
         given["hotwords"] = given["hotwords"] or ()
-        sizes = {"beam_width": beam_width, "nbest": nbest, "cutoff_top_n": None}
-        return self.decoder(batch, lengths if rows else None, **sizes, **given)
+        given |= {"beam_width": beam_width, "nbest": nbest, "cutoff_top_n": None}
+        return self.decoder(batch, lengths if rows else None, **given)
 
     def _log_probs(self, logits: Any) -> Tensor:
         """Return log-probabilities in fp64 that are not below those of pyctcdecode."""

@@ -131,7 +131,9 @@ class CTCDecoder:
         known = None if unigrams is None else _checked_words("unigrams", unigrams)
         if unigrams_only and known is None and language_model is None:
             raise ValueError("unigrams_only: expected unigrams or a language model, got neither")
-        if known is not None and (unit == "token" or not (language_model or unigrams_only)):
+        if known is not None and (
+            unit == "token" or not (unigrams_only or language_model is not None)
+        ):
             needs = 'unit="word", and a language model or unigrams_only=True'
             raise ValueError(f"unigrams: expected {needs}")
         if unigrams_only and unit == "token":
@@ -384,7 +386,7 @@ class CTCStream:
         checks.python_int("N", N)
         if N < 0:
             raise ValueError(f"N: expected a number from 0 on, got {N}")
-        defaults = CTCDecoder.__call__.__kwdefaults__
+        defaults: dict[str, Any] = CTCDecoder.__call__.__kwdefaults__ or {}
         names = ("from_logits", "cutoff_top_n", "token_min_logp", "blank_skip_threshold")
         settings = {**{name: defaults[name] for name in (*names, "max_open_steps")}, **settings}
         if unknown := set(settings) - {*names, "max_open_steps"}:

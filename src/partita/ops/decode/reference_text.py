@@ -230,8 +230,8 @@ def whole_texts(beam: Beam, scores: TextScores) -> list[Found]:
             text = scores.vocabulary.extend(text, (BOUNDARY,))
         found.setdefault(text, []).append(merged(list(endings.values())))
     texts = []
-    for text, endings in found.items():
-        whole = merged(endings)
+    for text, parts in found.items():
+        whole = merged(parts)
         texts.append(Found(whole.path, whole.score, scores(text, is_whole=True)))
     texts = [each for each in texts if each.score + each.lm_score > -INF]
     return sorted(texts, key=lambda each: -(each.score + each.lm_score))[: scores.options.nbest]

@@ -124,20 +124,16 @@ class Vocabulary:
         self.places = {each: place for place, each in enumerate([" ", *characters])}
         if by_token:
             self.places = {each: place for place, each in enumerate(labels)}
-            self.spelling = [(c,) if c != blank else () for c in range(len(labels))]
-        else:
-            self.spelling = [tuple(map(self.places.__getitem__, each)) for each in self.texts]
+        each_text = [[label] for label in labels] if by_token else self.texts
+        spelling = [tuple(map(self.places.__getitem__, each)) for each in each_text]
+        self.spelling = [each if c != blank else () for c, each in enumerate(spelling)]
         self.symbols = len(self.places) + 1  # the last one stands for all that no label has
         self.text_of = {place: each for each, place in self.places.items()}
         # Labels that can come last in one text spell ends of one another.
-        ends: dict[tuple[int, ...], int] = {}
-        texts = (self.extend((), each) for each in self.spelling if each)
-        canonical = [each or (BOUNDARY,) for each in texts]
-        for each in canonical:
-            ends[each] = ends.get(each, 0) + 1
-        self.most_endings = max(
-            (sum(ends.get(each[i:], 0) for i in range(len(each))) for each in canonical), default=1
-        )
+        spelled = [self.extend((), each) or (BOUNDARY,) for each in self.spelling if each]
+        counts = collections.Counter(spelled)
+        numbers = [sum(counts[one[i:]] for i in range(len(one))) for one in spelled]
+        self.most_endings = max(numbers, default=1)
 
     def spell(self, text: str) -> tuple[int, ...]:
         """Return the symbols of a text of characters."""
@@ -171,14 +167,13 @@ def build_lexicon(vocabulary: Vocabulary, words: Words, only: bool) -> Lexicon:
     """Return the trie of the words that a model knows, or that a text may have."""
     if vocabulary.by_token:
         texts = vocabulary.texts
-        places, lowers = map(words.column, texts), map(words.lowers, texts)
-        K, empty = len(texts), torch.zeros(0, dtype=torch.int64)
-        known = ~torch.tensor(list(lowers)) if K else empty.bool()
-        return Lexicon(empty, empty, torch.tensor(list(places)), known, known)
+        columns = torch.tensor(list(map(words.column, texts)))
+        known = ~torch.tensor(list(map(words.lowers, texts)))
+        return Lexicon(columns[:0], columns[:0], columns, known, known)
     listed = words.known if only else words.places.keys() - set(MARKERS)
     # Symbols as characters, which the interpreter translates, sorts and joins in C.
     places = {ord(each): place for each, place in vocabulary.places.items()}
-    symbols_of = collections.defaultdict(lambda: vocabulary.symbols - 1, places)
+    symbols_of: dict[int, int] = collections.defaultdict(lambda: vocabulary.symbols - 1, places)
     spelled = sorted((word.translate(symbols_of), word) for word in listed if word)
     lengths = torch.tensor([len(each) for each, _ in spelled], dtype=torch.int64)
     text = "".join(each for each, _ in spelled).encode("utf-32-le", "surrogatepass")
@@ -199,12 +194,14 @@ def build_lexicon(vocabulary: Vocabulary, words: Words, only: bool) -> Lexicon:
         differs = torch.ones(len(alive), dtype=torch.bool)
         differs[1:] = (symbol[1:] != symbol[:-1]) | (parent[1:] != parent[:-1])
         node[alive] = size - 1 + differs.cumsum(0)
-        symbols.append(symbol[differs]), parents.append(parent[differs])
+        symbols.append(symbol[differs])
+        parents.append(parent[differs])
         size += int(differs.sum())
         starts.append(node[alive[starts_known[alive]]])
         depth += 1
         stops = lengths[alive] == depth
-        ends.append(node[alive[stops]]), ended.append(alive[stops])
+        ends.append(node[alive[stops]])
+        ended.append(alive[stops])
         alive = alive[~stops]
     parent = torch.cat(parents)
     lexicon = Lexicon(

@@ -750,6 +750,11 @@ def path_of(search: Any, first: int, event: int, end: int) -> Any:
     return path
 
 
+def as_table(tensor: Tensor) -> Any:
+    """Return a tensor as an array, which shares its memory."""
+    return tensor.numpy()
+
+
 def tables_of(
     vocabulary: Vocabulary, words: Words, lexicon: Lexicon, only: bool, score_boundary: bool
 ) -> Tables:
@@ -766,15 +771,15 @@ def tables_of(
         vocabulary.by_token,
     )
     if words.model is None:
-        arrays = (np.zeros(0, np.int64), np.zeros(1), np.zeros(1, np.int64), np.zeros(1))
-        model = Model(*arrays, np.zeros(1, np.int64), np.zeros(5, np.int64))
+        nothing, zero = np.zeros(0, np.int64), np.zeros(1, np.int64)
+        model = Model(nothing, np.zeros(1), zero, np.zeros(1), zero, np.zeros(5, np.int64))
     else:
         start = int(words.model.start(1, bos=score_boundary))
         numbers = len(words.places), words.unknown, words.places.get("</s>", 0), start
         numbers = *numbers, words.model.order - 1
-        model = Model(*(x.numpy() for x in words.model._trie), np.array(numbers))
-    arrays = Lexicon(*(x.numpy() for x in lexicon))
-    return Tables(spelling, arrays, only, model, None, None, None)
+        arrays = {name: as_table(x) for name, x in words.model._trie._asdict().items()}
+        model = Model(**arrays, places=np.array(numbers))
+    return Tables(spelling, Lexicon(*map(as_table, lexicon)), only, model, None, None, None)
 
 
 def gains_of(tables: Tables, options: Options) -> Any:
@@ -829,12 +834,11 @@ class TextSearch:
         tables: Tables, phrases: list[PhraseTables], options: Options
     ) -> list[Tables]:
         """Return the tables of each sequence."""
-        automata = {id(x): Arcs(*(y.numpy() for y in x)) for each in phrases for x in each}
+        automata = {id(x): Arcs(*map(as_table, x)) for each in phrases for x in each}
         found = {}
         for hotwords, boost in phrases:
             if id(boost) not in found:
-                arcs = {"hotwords": automata[id(hotwords)], "boost": automata[id(boost)]}
-                each = tables._replace(**arcs)
+                each = tables._replace(hotwords=automata[id(hotwords)], boost=automata[id(boost)])
                 found[id(boost)] = each._replace(gains=gains_of(each, options))
         return [found[id(boost)] for _, boost in phrases]
 
