@@ -35,7 +35,8 @@ STAMP = "partita-sources.txt"  # beside stored code: the hash of the sources tha
 def sources_hash(package: Path) -> bytes:
     """Return the hash of all files whose functions a kernel may have compiled in."""
     found = sha256()
-    for file in sorted([*package.glob("**/cpu/*.py"), *package.glob("**/cpu.py")]):
+    patterns = "**/cpu/*.py", "**/cpu.py", "**/*_tables.py"  # the last have constants and tuples
+    for file in sorted(file for pattern in patterns for file in package.glob(pattern)):
         text = file.read_bytes()
         found.update(f"{file.relative_to(package)} {len(text)}\n".encode() + text)
     return found.hexdigest().encode()

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_integers, as_steps, contiguous_row, run_over_sequences
-from ....primitives.cpu.jit import jit, jit_in_place
+from ....primitives.cpu.jit import MINUS_ONE, ZERO, jit, jit_in_place
 from ....primitives.cpu.logits import Logits, centered_row, logsumexp_row, row_buffers
 from ....runtime.sizes import next_power_of_2
 from ..phrase_boost import Arcs
@@ -53,6 +53,7 @@ PREVIOUS, LABEL, STEP, PREVIOUS_END = range(4)
 # The integers of a search.
 NODES, EVENTS, SIZE, STEPS, VALID, WRITTEN = range(6)
 FIRST_NODES, FIRST_EVENTS = 2**14, 2**12
+FIRST_SYMBOL: Any = np.int64(BOUNDARY)  # as an argument; see `jit`
 
 
 class Search(NamedTuple):
@@ -155,7 +156,7 @@ def log_prob_of(model: Any, context: int, word: int) -> tuple[float, int]:
     """Return the log-probability of a word after a state, and the state that follows."""
     words, backoff = model.places[0], 0.0
     while context:
-        place = find(model.pairs, 0, len(model.pairs), context * words + word)
+        place = find(model.pairs, ZERO, len(model.pairs), context * words + word)
         if place >= 0:
             node = place + words + 1
             return backoff + model.log_probs[node], model.states[node]
@@ -169,7 +170,7 @@ def follow(arcs: Any, state: int, symbol: int) -> tuple[float, int]:
     """Return what a symbol adds after a state of an automaton, and the state that follows."""
     if len(arcs.pairs) == 1:
         return 0.0, 0
-    place = find(arcs.pairs, 0, len(arcs.pairs), state * len(arcs.start_targets) + symbol)
+    place = find(arcs.pairs, ZERO, len(arcs.pairs), state * len(arcs.start_targets) + symbol)
     if place >= 0:
         return arcs.scores[place] - arcs.credits[state], arcs.targets[place]
     return arcs.start_scores[symbol] - arcs.credits[state], arcs.start_targets[symbol]
@@ -250,8 +251,8 @@ def start(search: Any, tables: Any) -> None:
     search.table[:] = 0
     root, hot, boost, total = search.nodes[0], 0, 0, 0.0
     if not tables.spelling.by_token:  # a text follows a boundary
-        total, hot = follow(tables.hotwords, 0, BOUNDARY)
-        added, boost = follow(tables.boost, 0, BOUNDARY)
+        total, hot = follow(tables.hotwords, ZERO, FIRST_SYMBOL)
+        added, boost = follow(tables.boost, ZERO, FIRST_SYMBOL)
         total += added
     root[PARENT], root[SYMBOL], root[LEX], root[LENGTH] = -1, -1, 0, 0
     root[LM], root[HOT], root[BOOST], root[PLACE] = tables.model.places[3], hot, boost, -1
@@ -347,8 +348,8 @@ def stay(search: Any, row: Any, lse: float, blank: int, skips: bool, new: Any) -
         x, y, x2, y2 = search.numbers[i], search.integers[i], new.numbers[i], new.integers[i]
         count, log_blank = y[ENDINGS], row[blank] - lse
         search.nodes[y[NODE], PLACE] = i
-        best, event, end = best_of(x, y, count, -1)
-        x2[BLANK], x2[BEST] = total_of(x, count, -1) + log_blank, best + log_blank
+        best, event, end = best_of(x, y, count, MINUS_ONE)
+        x2[BLANK], x2[BEST] = total_of(x, count, MINUS_ONE) + log_blank, best + log_blank
         y2[NODE], y2[ROW], y2[ENDINGS], y2[EVENT], y2[END] = y[NODE], y[ROW], count, event, end
         for k in range(count):
             emitted = -INF if skips else row[y[5 + 3 * k]] - lse
@@ -378,7 +379,7 @@ def least_rank(search: Any, new: Any, width: int) -> float:
         return -INF
     least = INF
     for i in range(width):
-        rank = total_of(new.numbers[i], new.integers[i, ENDINGS], -1)
+        rank = total_of(new.numbers[i], new.integers[i, ENDINGS], MINUS_ONE)
         least = min(least, rank + search.node_scores[new.integers[i, NODE], BONUS])
     return least
 
@@ -413,8 +414,13 @@ def extend(
     )
     for i in range(size):
         x, y = search.numbers[i], search.integers[i]
-        count, total, start, row_of = y[ENDINGS], total_of(x, y[ENDINGS], -1), y[NODE], y[ROW]
-        whole_best, whole_event, whole_end = best_of(x, y, count, -1)
+        count, total, start, row_of = (
+            y[ENDINGS],
+            total_of(x, y[ENDINGS], MINUS_ONE),
+            y[NODE],
+            y[ROW],
+        )
+        whole_best, whole_event, whole_end = best_of(x, y, count, MINUS_ONE)
         base = node_scores[start, TOTAL] - lse
         for label in labels:
             score, best, event, end = total, whole_best, whole_event, whole_end
@@ -534,7 +540,7 @@ def last_before(search: Any, event: int, horizon: int) -> int:
 def commit(search: Any, horizon: int) -> None:
     """Keep the alignments that agree with the best one of the best hypothesis before a step."""
     x, y = search.numbers, search.integers
-    decided = last_before(search, best_of(x[0], y[0], y[0, ENDINGS], -1)[1], horizon)
+    decided = last_before(search, best_of(x[0], y[0], y[0, ENDINGS], MINUS_ONE)[1], horizon)
     kept = 0
     for i in range(search.counts[SIZE]):
         if last_before(search, y[i, EVENT], horizon) != decided:
@@ -542,7 +548,7 @@ def commit(search: Any, horizon: int) -> None:
         for k in range(y[i, ENDINGS]):
             if last_before(search, y[i, 6 + 3 * k], horizon) != decided:
                 x[i, 2 + 2 * k : 4 + 2 * k] = -INF
-        if total_of(x[i], y[i, ENDINGS], -1) > -INF:
+        if total_of(x[i], y[i, ENDINGS], MINUS_ONE) > -INF:
             copy_hypothesis(x[i], y[i], x[kept], y[kept])
             kept += 1
     search.counts[SIZE] = kept
@@ -584,7 +590,7 @@ def search_steps(
         found = extend(search, tables, options, row, lse, labels[:chosen], new, has_one_way)
         size = 0
         for place in range(found):
-            rank = total_of(new.numbers[place], new.integers[place, ENDINGS], -1)
+            rank = total_of(new.numbers[place], new.integers[place, ENDINGS], MINUS_ONE)
             rank += search.node_scores[new.integers[place, NODE], BONUS]
             size = insert(new.ranks, new.order, size, rank, place)
         enter(search, new, found, size)
@@ -698,10 +704,10 @@ def finish(search: Any, tables: Any, options: Any, found: Any) -> int:
     best, last = np.empty(counts[SIZE]), np.empty((counts[SIZE], 2), np.int64)
     for i in range(counts[SIZE]):
         x, y = search.numbers[i], search.integers[i]
-        node, total = y[NODE], total_of(x, y[ENDINGS], -1)
+        node, total = y[NODE], total_of(x, y[ENDINGS], MINUS_ONE)
         if search.nodes[node, LENGTH]:
-            node = node_after(search, tables, options, node, BOUNDARY)
-        value, event, end = best_of(x, y, y[ENDINGS], -1)
+            node = node_after(search, tables, options, node, FIRST_SYMBOL)
+        value, event, end = best_of(x, y, y[ENDINGS], MINUS_ONE)
         place = search.nodes[node, PLACE]
         if place < 0:
             search.nodes[node, PLACE] = size
@@ -921,7 +927,7 @@ class TextSearch:
                 found.append((np.empty((0, 3), np.int64), first))
                 continue
             x, y = search.numbers[0], search.integers[0]
-            _, event, end = best_of(x, y, y[ENDINGS], -1)
+            _, event, end = best_of(x, y, y[ENDINGS], MINUS_ONE)
             found.append((path_of(search, first, event, end), int(search.counts[WRITTEN])))
         return found
 
