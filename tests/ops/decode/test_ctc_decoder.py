@@ -229,6 +229,18 @@ def test_what_is_past_the_lengths_reaches_nothing(model: NgramLM, name: str) -> 
         assert found.text[2] == expected.text[2]
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_empty_sizes_and_impossible_steps(name: str) -> None:
+    decoder = CTCDecoder(["", "a", " "])
+    with partita.backend(name):
+        assert CTCDecoder([""])(torch.zeros(3, 1)).hypotheses.scores.tolist() == [[0.0]]
+        assert decoder(torch.zeros(0, 2, 3)).text == [[""], [""]]
+        assert decoder(torch.zeros(4, 0, 3)).hypotheses.tokens.shape == (0, 1, 4)
+        found = decoder(torch.full((3, 1, 3), -math.inf), nbest=2)
+        assert found.text == [["", ""]]
+        assert found.hypotheses.scores.tolist() == [[-math.inf, -math.inf]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes_strides_and_logits(model: NgramLM, dtype: torch.dtype) -> None:
     decoder = CTCDecoder(LABELS, language_model=model)
