@@ -16,6 +16,7 @@ from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls
 from .ops.decode.common import Hypotheses
+from .ops.decode.ctc_decoder import CTCDecoder, CTCStream, PartialText, Transcripts
 from .ops.decode.language_model import NgramLM
 from .ops.decode.phrase_boost import PhraseBoost
 from .ops.decode.stitch import stitch
@@ -70,6 +71,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Basecalls",
     "CTCAlignment",
+    "CTCDecoder",
+    "CTCStream",
     "Chain",
     "ChainSample",
     "Distillation",
@@ -82,6 +85,7 @@ __all__ = [
     "Log",
     "Max",
     "NgramLM",
+    "PartialText",
     "PhraseBoost",
     "RNNTAlignment",
     "SemiMarkovChain",
@@ -93,6 +97,7 @@ __all__ = [
     "TokenSpans",
     "TokenStats",
     "TopK",
+    "Transcripts",
     "TransducerHypotheses",
     "TruncatedStats",
     "ViterbiPath",

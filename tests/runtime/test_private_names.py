@@ -274,3 +274,12 @@ def test_a_numba_whose_arrays_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch
         assert "the package numba cannot be imported" in (backend.numba_problem() or "")
     finally:
         backend.numba_problem.cache_clear()
+
+
+def test_functions_count_references_where_numba_has_no_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = pytest.importorskip("numba.core.options")
+    assert private_names.numba_without_counts() == {"_nrt": False}
+    monkeypatch.delattr(options.DefaultOptions, "_nrt")
+    assert private_names.numba_without_counts() == {}

@@ -22,6 +22,7 @@ from ..ops.ctc_crf.api import ctc_crf_loss
 from ..ops.decode.api import ctc_beam_search, ctc_crf_decode, ctc_greedy_search
 from ..ops.decode.basecalls import Basecalls
 from ..ops.decode.common import Hypotheses
+from ..ops.decode.ctc_decoder import CTCDecoder
 from ..ops.decode.stitch import stitch
 from ..runtime.backend import backend
 from .case import (
@@ -60,6 +61,7 @@ BEAM_SIZES = Sizes(
     [(1000, 1, 5, 5), (1000, 1, 5, 32), (500, 1, 32, 16)],
     QUICK,
 )
+TEXT_SIZES = Sizes([(500, 64, 31, 16)], [(500, 64, 31, 16)], [(500, 1, 31, 16)], QUICK)
 CRF_SIZES = Sizes([(2000, 64, 1024, 32)], [(2000, 64, 1024, 32)], [(400, 2, 256, 32)], CRF_QUICK)
 
 
@@ -182,9 +184,16 @@ def on_the_host(inputs: DecodeInputs) -> str | None:
     return "runs on the host" if inputs.scores.is_cuda else None
 
 
+def text_decoder(inputs: DecodeInputs) -> Hypotheses:
+    """Return what the decoder to text finds, without a language model."""
+    decoder = CTCDecoder(["", *characters(inputs.scores.shape[2])[1:]])
+    return decoder(inputs.scores, beam_width=inputs.beam_width, cutoff_top_n=None).hypotheses
+
+
 OURS: dict[str, Decoder] = {
     "ctc_greedy": lambda inputs: ctc_greedy_search(inputs.scores),
     "ctc_beam": lambda inputs: ctc_beam_search(inputs.scores, beam_width=inputs.beam_width),
+    "ctc_decoder": text_decoder,
     "ctc_crf_viterbi": over_kmers("viterbi"),
     "ctc_crf_beam": over_kmers("beam"),
 }
@@ -199,7 +208,9 @@ PROVIDERS: Functions = {
         # Its cut-off leaves out labels.
         "ctc_beam": Limited(lambda: fast_ctc_decode("beam_search", 0.0), on_the_host),
     },
-    "pyctcdecode": {"ctc_beam": Limited(pyctcdecode_beam, on_the_host)},
+    "pyctcdecode": dict.fromkeys(
+        ("ctc_beam", "ctc_decoder"), Limited(pyctcdecode_beam, on_the_host)
+    ),
 }
 
 
@@ -341,6 +352,7 @@ decode_cases = cases_of(
     {
         "ctc_greedy": (Greedy, GREEDY_SIZES),
         "ctc_beam": (Beam, BEAM_SIZES),
+        "ctc_decoder": (Beam, TEXT_SIZES),
         "ctc_crf_viterbi": (CrfCase, CRF_SIZES),
         "ctc_crf_beam": (CrfCase, CRF_SIZES),
         "ctc_crf_stitch": (StitchCase, STITCH_SIZES),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["fast_ctc_decode", "koi", "torchaudio", "transformers", "trl", "verl"]
+__all__ = ["fast_ctc_decode", "koi", "pyctcdecode", "torchaudio", "transformers", "trl", "verl"]
 
 
 def __getattr__(name: str) -> ModuleType:

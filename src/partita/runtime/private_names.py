@@ -226,3 +226,11 @@ def numba_make_array() -> Any:
     from numba.np.arrayobj import make_array
 
     return make_array
+
+
+# Without this, functions that allocate nothing count references to arrays, which takes time.
+def numba_without_counts() -> dict[str, Any]:
+    """Return the options of functions that count no references to arrays."""
+    from numba.core.options import DefaultOptions
+
+    return {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}

@@ -96,7 +96,8 @@ class PhraseBoost:
         for i, (phrase, each) in enumerate(zip(phrases, weights, strict=True)):
             key = _label_ids(f"phrases[{i}]", phrase, places, len(labels))
             boosts[key] = max(each, boosts.get(key, each))
-        self._arcs = _automaton(boosts, len(labels))
+        self.phrases = boosts  # by the indices of their labels
+        self._arcs = automaton(boosts, len(labels))
 
     def to(self, device: torch.device | str) -> PhraseBoost:
         """Return the boost with its tables on a device.
@@ -116,6 +117,7 @@ class PhraseBoost:
             device(type='cpu')
         """
         moved = PhraseBoost.__new__(PhraseBoost)
+        moved.phrases = self.phrases
         moved._arcs = Arcs(*(x.to(device) for x in self._arcs))
         return moved
 
@@ -123,6 +125,11 @@ class PhraseBoost:
     def device(self) -> torch.device:
         """The device of the tables."""
         return self._arcs.credits.device
+
+    @property
+    def number_of_labels(self) -> int:
+        """The number of labels of the network."""
+        return len(self._arcs.start_targets)
 
     def start(self, B: int, bos: bool = True) -> Tensor:
         """Return the state of each of B hypotheses without labels.
@@ -225,8 +232,11 @@ def _label_ids(name: str, phrase: Any, places: dict[str, int], C: int) -> tuple[
     return tuple(found)
 
 
-def _automaton(boosts: dict[tuple[int, ...], float], C: int) -> Arcs:
-    """Build the automaton of phrases, which are known by their labels."""
+def automaton(boosts: dict[tuple[int, ...], float], C: int, margin: int = 0) -> Arcs:
+    """Build the automaton of phrases, which are known by their labels.
+
+    The first and the last `margin` labels of a phrase earn nothing of its weight.
+    """
     # The nodes are the starts of phrases, in the order in which they are first met.
     nodes: dict[tuple[int, ...], int] = {(): 0}
     credits, shortest = {0: 0.0}, {0: (0, 0.0)}
@@ -235,7 +245,8 @@ def _automaton(boosts: dict[tuple[int, ...], float], C: int) -> Arcs:
             node = nodes.setdefault(phrase[:d], len(nodes))
             rank = (len(phrase), -weight)
             if d < len(phrase) and rank < shortest.get(node, (math.inf, 0.0)):
-                shortest[node], credits[node] = rank, weight * d / len(phrase)
+                earned = (d - margin) / (len(phrase) - 2 * margin)
+                shortest[node], credits[node] = rank, weight * earned
     children: list[dict[int, int]] = [{} for _ in nodes]
     for start, node in nodes.items():
         if start:

@@ -1,0 +1,610 @@
+"""Decoding of CTC to text, with a language model, a lexicon and boosted phrases, in streams too."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.backend import current_backend, resolve
+from ...runtime.lengths import Lengths, as_lengths
+from .common import MAX_BEAM_WIDTH, Hypotheses
+from .language_model import NgramLM
+from .phrase_boost import PhraseBoost
+from .text_tables import (
+    BOUNDARIES,
+    Found,
+    Options,
+    PhraseTables,
+    Vocabulary,
+    Words,
+    boost_phrases,
+    build_lexicon,
+    hotword_phrases,
+    phrase_tables,
+)
+
+INF = math.inf
+Word = tuple[str, int, int]  # the word, its first step, and the step after its last one
+Boosts = PhraseBoost | Sequence[PhraseBoost | None] | None
+
+
+class Transcripts(NamedTuple):
+    """The texts of a batch, the best first.
+
+    Fields:
+        text: the texts, `[N][nbest]`; empty where there are fewer.
+        words: the words of each, `[N][nbest]`, as tuples of the word, its first step and the step
+            after its last one, in the most probable alignment.
+        hypotheses: the labels of that alignment with the log-probability of the text, summed over
+            alignments, in fp64; see `Hypotheses`.
+        lm_scores: `[N, nbest]` fp64, what language model and phrases add to that. The sum of both
+            ranks a text.
+    """
+
+    text: list[list[str]]
+    words: list[list[list[Word]]]
+    hypotheses: Hypotheses
+    lm_scores: Tensor
+
+
+class PartialText(NamedTuple):
+    """The best text of a stream so far, in two parts.
+
+    Fields:
+        committed: what no later step changes.
+        open: what follows it and may change.
+    """
+
+    committed: str
+    open: str
+
+
+class CTCDecoder:
+    r"""Beam search from CTC to text with a language model, a lexicon and boosted phrases.
+
+    Args:
+        labels: the text of each class. `" "` is the boundary of words, and so is a leading `"▁"`.
+        blank: the class of the blank, whose text does not count.
+        language_model: an `NgramLM`, or an object with `words` and the methods `start`, `advance`
+            and `final`; see the page on language models.
+        unigrams: the known words; all words of the model by default.
+        unigrams_only: whether a text may have no other words. This needs no model.
+        unit: `"word"`, or `"token"` where the words of the model are the labels.
+        alpha: the weight of the language model.
+        beta: what each word adds.
+        unk_score_offset: what an unknown word adds to its log10-probability, and an unfinished word
+            that begins no known one to the score.
+        score_boundary: whether the model scores the start and the end of a sentence.
+
+    A hypothesis is a text. Its score is the log-probability of all its alignments, plus alpha times
+    the natural log-probability of its words, plus beta for each word, plus what boosted phrases
+    add. The arithmetic is that of pyctcdecode. `alpha`, `beta` and `unk_score_offset` can be set.
+
+    The search runs on the CPU; scores on a GPU are copied there, for which the host waits. A model
+    other than `NgramLM` is served by the reference, in Python.
+
+    Raises:
+        TypeError, ValueError: labels that are no strings, equal or empty; a model without the
+            methods or words that it needs; unigrams without a use; a number that is not finite.
+
+    Source: Hannun et al., First-pass large vocabulary continuous speech recognition using
+        bi-directional recurrent DNNs, 2014; pyctcdecode 0.5, 2023, for what a text adds.
+
+    Example:
+        >>> import torch, partita
+        >>> words = {"unigrams": ["ab", "b"], "unigrams_only": True}
+        >>> decoder = partita.CTCDecoder(["", "a", "b", " "], **words)
+        >>> probs = torch.tensor([[0.1, 0.6, 0.2, 0.1], [0.1, 0.1, 0.2, 0.6], [0.1, 0.1, 0.7, 0.1]])
+        >>> found = decoder(probs.log(), nbest=2)
+        >>> found.text  # "a b" is the best path, and "a" is no word
+        [['ab', 'b']]
+        >>> found.words[0][0]  # with the first step and the step after the last
+        [('ab', 0, 3)]
+        >>> found.hypotheses.scores.exp()
+        tensor([[0.2060, 0.1980]], dtype=torch.float64)
+        >>> decoder(probs.log(), hotwords=["b"]).text
+        [['b b']]
+    """
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        *,
+        blank: int = 0,
+        language_model: Any = None,
+        unigrams: Iterable[str] | None = None,
+        unigrams_only: bool = False,
+        unit: str = "word",
+        alpha: float = 0.5,
+        beta: float = 1.5,
+        unk_score_offset: float = -10.0,
+        score_boundary: bool = True,
+    ) -> None:
+        checks.choice("unit", unit, ("word", "token"))
+        labels = _checked_labels(labels, blank)
+        known = None if unigrams is None else _checked_words("unigrams", unigrams)
+        if unigrams_only and known is None and language_model is None:
+            raise ValueError("unigrams_only: expected unigrams or a language model, got neither")
+        if known is not None and (
+            unit == "token" or not (unigrams_only or language_model is not None)
+        ):
+            needs = 'unit="word", and a language model or unigrams_only=True'
+            raise ValueError(f"unigrams: expected {needs}")
+        if unigrams_only and unit == "token":
+            raise ValueError('unigrams_only: expected unit="word"')
+        _check_model(language_model, unit)
+        self.labels, self.blank, self.language_model = labels, blank, language_model
+        self.alpha, self.beta, self.unk_score_offset = alpha, beta, unk_score_offset
+        self.score_boundary = bool(score_boundary)
+        self._only = bool(unigrams_only)
+        self._vocabulary = Vocabulary(labels, blank, unit == "token")
+        self._words = Words(language_model, known, labels if unit == "token" else None)
+        if language_model is not None:  # which may lack a marker
+            self._words.model.final(self._words.model.start(1, bos=self.score_boundary))
+        self._tables: Any = None  # of the CPU, made at the first call
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        input_lengths: Lengths | None = None,
+        *,
+        boost: Boosts = None,
+        hotwords: Iterable[str] = (),
+        hotword_weight: float = 10.0,
+        beam_width: int = 16,
+        nbest: int = 1,
+        from_logits: bool = False,
+        cutoff_top_n: int | None = 40,
+        token_min_logp: float | None = None,
+        blank_skip_threshold: float | None = None,
+        max_open_steps: int = 3000,
+    ) -> Transcripts:
+        """Return the best texts of a batch.
+
+        Args:
+            log_probs: `[T, N, C]` or `[T, C]` floating: log-probabilities of the classes at each
+                step, or logits with `from_logits`.
+            input_lengths: `[N]`, a tensor on any device, a list or a tuple; T by default.
+            boost: phrases that raise the score of a text wherever it has them, one `PhraseBoost`
+                for all sequences or a list with one or None for each.
+            hotwords: words, or several words with spaces between them, that raise the score where
+                the text has them as whole words.
+            hotword_weight: what each occurrence of them adds.
+            beam_width: the number of texts that go on after each step, from 1 to 256.
+            nbest: the number of texts that are returned, up to `beam_width`.
+            from_logits: whether the search takes the log-softmax itself.
+            cutoff_top_n: the number of labels that may extend a text at a step; None for all.
+            token_min_logp: the log-probability below which a label extends no text, unless it is
+                the most probable one; none by default.
+            blank_skip_threshold: a probability. Where that of the blank is above it, the step is
+                taken as a blank. By default no step is.
+            max_open_steps: the number of steps after which the past of the best text is final.
+
+        Returns:
+            `Transcripts(text, words, hypotheses, lm_scores)`, the best first, of equal scores the
+            older first. A sequence with NaN or +inf, or with an invalid length on a GPU, has an
+            empty text with the score NaN. Not differentiable.
+
+        Raises:
+            TypeError, ValueError: wrong dtypes, shapes, lengths, phrases or numbers.
+            RuntimeError: the chosen backend cannot serve the call.
+
+        Example:
+            >>> import torch, partita
+            >>> decoder = partita.CTCDecoder(["", "a", "b", " "])
+            >>> decoder(torch.eye(4)[[1, 0, 3, 2]] * 9, from_logits=True).text
+            [['a b']]
+        """
+        x, lengths = self._checked_steps(log_probs, input_lengths, log_probs_shape(log_probs)[1])
+        stream = CTCStream(
+            self,
+            x.shape[1],
+            boost=boost,
+            hotwords=hotwords,
+            hotword_weight=hotword_weight,
+            beam_width=beam_width,
+            nbest=nbest,
+            from_logits=from_logits,
+            cutoff_top_n=cutoff_top_n,
+            token_min_logp=token_min_logp,
+            blank_skip_threshold=blank_skip_threshold,
+            max_open_steps=max_open_steps,
+        )
+        stream._search.advance(x, lengths, collects=False)
+        found = stream._transcripts(len(log_probs))
+        scores = (found.lm_scores, *found.hypotheses)
+        lm_scores, *hypotheses = (each.to(log_probs.device) for each in scores)
+        return found._replace(hypotheses=Hypotheses(*hypotheses), lm_scores=lm_scores)
+
+    def stream(self, N: int = 1, **options: Any) -> CTCStream:
+        """Return a decoder of N sequences whose steps come in chunks.
+
+        Args:
+            N: the number of sequences.
+            options: the keywords of a call.
+
+        Returns:
+            A `CTCStream`. Its `result` is that of one call on all that it was fed, bit for bit.
+
+        Raises:
+            TypeError, ValueError: as in a call.
+
+        Example:
+            >>> import torch, partita
+            >>> stream = partita.CTCDecoder(["", "a", "b", " "]).stream(from_logits=True)
+            >>> stream.feed(torch.eye(4)[[1, 0]] * 9)
+            >>> stream.feed(torch.eye(4)[[3, 2]] * 9)
+            >>> stream.result().text
+            [['a b']]
+        """
+        return CTCStream(self, N, **options)
+
+    def __repr__(self) -> str:
+        unit = "token" if self._vocabulary.by_token else "word"
+        return (
+            f"CTCDecoder(labels={len(self.labels)}, unit={unit!r},"
+            f" language_model={self.language_model!r})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tables": None}
+
+    def _options(self, width: int, nbest: int, settings: dict[str, Any]) -> Options:
+        """Return the numbers of a search after checks."""
+        for name in ("alpha", "beta", "unk_score_offset"):
+            checks.number(name, getattr(self, name), low=-INF)
+            if getattr(self, name) == -INF:
+                raise ValueError(f"{name}: expected a finite number, got -inf")
+        checks.python_int("beam_width", width)
+        checks.python_int("nbest", nbest)
+        if not 1 <= width <= MAX_BEAM_WIDTH:
+            raise ValueError(f"beam_width: expected 1 to {MAX_BEAM_WIDTH}, got {width}")
+        if not 1 <= nbest <= width:
+            raise ValueError(f"nbest: expected 1 to {width}, got {nbest}")
+        cutoff, least = settings["cutoff_top_n"], settings["token_min_logp"]
+        skipped, most_open = settings["blank_skip_threshold"], settings["max_open_steps"]
+        for name, value in (("cutoff_top_n", cutoff), ("max_open_steps", most_open)):
+            if value is not None or name == "max_open_steps":
+                checks.python_int(name, value)
+                if value < 1:
+                    raise ValueError(f"{name}: expected a number from 1 on, got {value}")
+        if least is not None:
+            checks.number("token_min_logp", least, low=-INF, high=0.0)
+        if skipped is not None:
+            checks.number("blank_skip_threshold", skipped, low=0.0, high=1.0, open_low=True)
+        return Options(
+            blank=self.blank,
+            width=int(width),
+            nbest=int(nbest),
+            labels=min(int(cutoff or len(self.labels)), max(1, len(self.labels) - 1)),
+            min_logp=-INF if least is None else float(least),
+            skipped=math.log(skipped) if skipped else INF,
+            max_open_steps=int(most_open),
+            alpha=float(self.alpha),
+            beta=float(self.beta),
+            unknown=float(self.unk_score_offset),
+            score_boundary=self.score_boundary,
+            from_logits=bool(settings["from_logits"]),
+        )
+
+    def _checked_steps(
+        self, log_probs: Tensor, lengths: Lengths | None, N: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return steps `[T, N, C]` and lengths `[N]` on the CPU."""
+        T, found, C = log_probs_shape(log_probs)
+        if (found, C) != (N, len(self.labels)):
+            size = f"[T, {N}, {len(self.labels)}]"
+            raise ValueError(f"log_probs: expected shape {size}, got {list(log_probs.shape)}")
+        steps = log_probs.detach().reshape(T, N, C)
+        if lengths is None:
+            return steps.cpu(), torch.full((N,), T, dtype=torch.int64)
+        lengths = as_lengths("input_lengths", lengths, N)
+        checks.within("input_lengths", lengths, 0, T, "steps")
+        return steps.cpu(), lengths.cpu()
+
+    def _phrases(
+        self, N: int, boost: Boosts, hotwords: Iterable[str], weight: float
+    ) -> list[tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]]:
+        """Return the boosted words and phrases of each sequence as symbols."""
+        checks.number("hotword_weight", weight, low=-INF)
+        words = _checked_words("hotwords", hotwords)
+        if words and self._vocabulary.by_token:
+            raise ValueError('hotwords: expected unit="word"; boost takes phrases of tokens')
+        boosts = [boost] * N if isinstance(boost, PhraseBoost) or boost is None else list(boost)
+        if len(boosts) != N:
+            raise ValueError(f"boost: expected {N} of them, got {len(boosts)}")
+        for each in boosts:
+            if not isinstance(each, PhraseBoost) and each is not None:
+                raise TypeError(f"boost: expected a PhraseBoost, got {type(each).__name__}")
+            if each is not None and each.number_of_labels != len(self.labels):
+                expected, got = len(self.labels), each.number_of_labels
+                raise ValueError(f"boost: expected phrases over {expected} labels, got {got}")
+        spelled = hotword_phrases(self._vocabulary, words, float(weight))
+        phrases = {id(each): boost_phrases(self._vocabulary, each) for each in boosts}
+        return [(spelled, phrases[id(each)]) for each in boosts]
+
+    def _cpu_tables(self) -> Any:
+        from .cpu.text_beam import tables_of
+
+        if self._tables is None:
+            lexicon = build_lexicon(self._vocabulary, self._words, self._only)
+            others = self._only, self.score_boundary
+            self._tables = tables_of(self._vocabulary, self._words, lexicon, *others)
+        return self._tables
+
+
+class CTCStream:
+    """A search over N sequences whose steps come in chunks, as `CTCDecoder.stream` makes it.
+
+    Args:
+        decoder: the decoder.
+        N: the number of sequences.
+        boost, hotwords, hotword_weight, beam_width, nbest: as in a call.
+        settings: the other keywords of a call.
+
+    Chunks of any sizes give bit for bit what one call gives. After each chunk all that no later
+    step can reach is dropped. So the memory stays the same over hours, but for 24 bytes for each
+    label of the text that is committed. The weights are those that the decoder had when the stream
+    was made. A stream can be pickled, with its decoder.
+
+    Raises:
+        TypeError, ValueError: as in a call.
+
+    Source: as of `CTCDecoder`, pyctcdecode 0.5, 2023.
+
+    Example:
+        >>> import torch, partita
+        >>> stream = partita.CTCDecoder(["", "a", "b", " "]).stream(2, from_logits=True)
+        >>> classes = torch.tensor([[1, 2], [0, 0], [3, 1]])  # [T, N]
+        >>> chunk = torch.nn.functional.one_hot(classes, 4) * 9.0  # [T, N, C]
+        >>> stream.feed(chunk, [3, 2])
+        >>> stream.partial()
+        [PartialText(committed='', open='a '), PartialText(committed='', open='b')]
+        >>> stream.reset(1)
+        >>> stream.result().text
+        [['a'], ['']]
+    """
+
+    def __init__(
+        self,
+        decoder: CTCDecoder,
+        N: int,
+        *,
+        boost: Boosts = None,
+        hotwords: Iterable[str] = (),
+        hotword_weight: float = 10.0,
+        beam_width: int = 16,
+        nbest: int = 1,
+        **settings: Any,
+    ) -> None:
+        checks.python_int("N", N)
+        if N < 0:
+            raise ValueError(f"N: expected a number from 0 on, got {N}")
+        defaults: dict[str, Any] = CTCDecoder.__call__.__kwdefaults__ or {}
+        names = ("from_logits", "cutoff_top_n", "token_min_logp", "blank_skip_threshold")
+        settings = {**{name: defaults[name] for name in (*names, "max_open_steps")}, **settings}
+        if unknown := set(settings) - {*names, "max_open_steps"}:
+            raise TypeError(f"stream: got an unexpected keyword {min(unknown)!r}")
+        self.decoder, self.N = decoder, N
+        self._options = decoder._options(beam_width, nbest, settings)
+        phrases = decoder._phrases(N, boost, hotwords, hotword_weight)
+        self._steps = [0] * N
+        self._committed = [(0, "")] * N  # the number of labels, and their text
+        self._search: Any = None
+        self._make_search(phrases)
+
+    def _make_search(self, phrases: list[Any]) -> None:
+        decoder, name = self.decoder, current_backend()
+        if name == "triton":
+            raise RuntimeError("backend 'triton': CTCDecoder has no Triton kernel")
+        is_own = decoder.language_model is not None
+        is_own = is_own and not isinstance(decoder.language_model, NgramLM)
+        if is_own and name == "numba":
+            raise RuntimeError("backend 'numba': expected an NgramLM as language_model")
+        vocabulary, words = decoder._vocabulary, decoder._words
+        table = "reference" if is_own else resolve(name, torch.device("cpu"), has_cpu=True)
+        if table == "reference":
+            from .reference_text import ReferenceSearch, TextScores
+
+            scores = {
+                id(boost): TextScores(
+                    vocabulary, words, decoder._only, hotwords, boost, self._options
+                )
+                for hotwords, boost in phrases
+            }
+            self._search = ReferenceSearch([scores[id(boost)] for _, boost in phrases])
+            return
+        from .cpu.text_beam import TextSearch
+
+        tables: dict[int, PhraseTables] = {}
+        for hotwords, boost in phrases:
+            if id(boost) not in tables:
+                tables[id(boost)] = phrase_tables(vocabulary, hotwords, boost)
+        each = [tables[id(boost)] for _, boost in phrases]
+        args = decoder._cpu_tables(), each, self._options, vocabulary.most_endings
+        self._search = TextSearch(*args)
+
+    def feed(self, log_probs: Tensor, lengths: Lengths | None = None) -> None:
+        """Search over the next steps of all sequences.
+
+        Args:
+            log_probs: `[T, N, C]`, or `[T, C]` for one sequence, as in a call, on any device.
+            lengths: `[N]`, how many of these steps each sequence has; T by default.
+
+        Raises:
+            TypeError, ValueError: as in a call.
+
+        Example:
+            >>> import torch, partita
+            >>> stream = partita.CTCDecoder(["", "a"]).stream()
+            >>> stream.feed(torch.tensor([[0.1, 0.9]]).log())
+            >>> stream.result().text
+            [['a']]
+        """
+        steps, counts = self.decoder._checked_steps(log_probs, lengths, self.N)
+        self._search.advance(steps, counts, collects=True)
+        self._steps = [a + b for a, b in zip(self._steps, counts.tolist(), strict=True)]
+
+    def partial(self) -> list[PartialText]:
+        """Return the best text of each sequence so far, and how much of it is final.
+
+        Returns:
+            For each sequence `PartialText(committed, open)`. The committed part only grows. It ends
+            in a space where a word has ended. The best text is the one that ranks first among those
+            that go on, in which an unfinished word does not count yet.
+
+        Example:
+            >>> import torch, partita
+            >>> stream = partita.CTCDecoder(["", "a", " "]).stream(from_logits=True)
+            >>> stream.feed(torch.eye(3)[[1, 2, 1]] * 20)
+            >>> stream.partial()  # the empty text is still in the beam
+            [PartialText(committed='', open='a a')]
+        """
+        found = []
+        paths = self._search.best_paths([number for number, _ in self._committed])
+        for n, (path, final) in enumerate(paths):
+            number, committed = self._committed[n]
+            labels = [int(label) for label, *_ in path]
+            committed += self._text(labels[: final - number], committed)
+            self._committed[n] = final, committed
+            found.append(PartialText(committed, self._text(labels[final - number :], committed)))
+        return found
+
+    def result(self) -> Transcripts:
+        """Return the best texts of what was fed so far. The stream can go on.
+
+        Returns:
+            `Transcripts`, on the CPU, as from a call. Steps count from the start of each sequence.
+
+        Example:
+            >>> import torch, partita
+            >>> stream = partita.CTCDecoder(["", "a"]).stream()
+            >>> stream.result().text
+            [['']]
+        """
+        return self._transcripts(max(self._steps, default=0))
+
+    def reset(self, n: int | None = None) -> None:
+        """Let a sequence start anew.
+
+        Args:
+            n: its index; None for all sequences.
+
+        Raises:
+            TypeError, IndexError: no index of a sequence.
+
+        Example:
+            >>> import torch, partita
+            >>> stream = partita.CTCDecoder(["", "a"]).stream()
+            >>> stream.feed(torch.tensor([[0.1, 0.9]]).log())
+            >>> stream.reset(0)
+            >>> stream.result().text
+            [['']]
+        """
+        chosen = range(self.N) if n is None else [checks.dimension("n", n, self.N)]
+        for i in chosen:
+            self._search.reset(i)
+            self._steps[i], self._committed[i] = 0, (0, "")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._search.attach(self.decoder)
+
+    def _text(self, labels: Iterable[int], before: str) -> str:
+        """Return the text of labels after another text, with one space after each finished word."""
+        texts = self.decoder._vocabulary.texts
+        joined = "".join(texts[label] for label in labels).translate(BOUNDARIES)
+        return re.sub(" +", " ", (before[-1:] or " ") + joined)[1:]
+
+    def _words(self, path: Any) -> list[Word]:
+        """Return the words of labels with their steps."""
+        texts, words, word, first, last = self.decoder._vocabulary.texts, [], "", 0, 0
+        for label, start, end in path:
+            for character in texts[label].translate(BOUNDARIES):
+                if character == " ":
+                    words += [(word, first, last)] if word else []
+                    word = ""
+                else:
+                    word, first, last = word + character, first if word else start, end
+        return [*words, (word, first, last)] if word else words
+
+    def _transcripts(self, T: int) -> Transcripts:
+        results: list[list[Found] | None] = self._search.results()
+        N, nbest = self.N, self._options.nbest
+        hypotheses = Hypotheses(
+            tokens=torch.full((N, nbest, T), -1),
+            lengths=torch.zeros((N, nbest), dtype=torch.int64),
+            scores=torch.full((N, nbest), -INF, dtype=torch.float64),
+            steps=torch.full((N, nbest, T), -1),
+        )
+        lm_scores = torch.zeros((N, nbest), dtype=torch.float64)
+        words: list[list[list[Word]]] = [[[] for _ in range(nbest)] for _ in range(N)]
+        for n, found in enumerate(results):
+            if found is None:
+                hypotheses.scores[n] = lm_scores[n] = torch.nan
+                continue
+            for i, (path, score, lm_score) in enumerate(found):
+                rows = torch.as_tensor(path, dtype=torch.int64).reshape(-1, 3)
+                S = len(rows)
+                hypotheses.tokens[n, i, :S], hypotheses.steps[n, i, :S] = rows[:, 0], rows[:, 1]
+                hypotheses.lengths[n, i], hypotheses.scores[n, i] = S, score
+                lm_scores[n, i] = lm_score
+                words[n][i] = self._words(rows.tolist())
+        text = [[" ".join(word for word, *_ in each) for each in row] for row in words]
+        return Transcripts(text, words, hypotheses, lm_scores)
+
+
+def log_probs_shape(log_probs: Tensor) -> tuple[int, int, int]:
+    """Return T, N and C of steps `[T, N, C]` or `[T, C]`, or raise."""
+    checks.floating("log_probs", log_probs)
+    if log_probs.ndim not in (2, 3):
+        shape = list(log_probs.shape)
+        raise ValueError(f"log_probs: expected shape [T, N, C] or [T, C], got {shape}")
+    return log_probs.shape[0], 1 if log_probs.ndim == 2 else log_probs.shape[1], log_probs.shape[-1]
+
+
+def _checked_labels(labels: Sequence[str], blank: int) -> list[str]:
+    """Return the labels of a network as a list."""
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        raise TypeError(f"labels: expected a sequence of strings, got {type(labels).__name__}")
+    if not labels:
+        raise ValueError("labels: expected at least one")
+    checks.blank(blank, len(labels))
+    places: dict[str, int] = {}
+    for c, label in enumerate(labels):
+        if not isinstance(label, str):
+            raise TypeError(f"labels[{c}]: expected a string, got {type(label).__name__}")
+        if c != blank and not label:
+            raise ValueError(f"labels[{c}]: expected a text, got '', which only the blank may have")
+        if places.setdefault(label, c) != c:
+            raise ValueError(f"labels[{c}]: expected different labels, got {label!r} twice")
+    return list(labels)
+
+
+def _checked_words(name: str, words: Iterable[str]) -> list[str]:
+    """Return words as a list."""
+    if isinstance(words, str):
+        raise TypeError(f"{name}: expected words, got one string")
+    found = list(words)
+    for i, word in enumerate(found):
+        if not isinstance(word, str):
+            raise TypeError(f"{name}[{i}]: expected a string, got {type(word).__name__}")
+    return found
+
+
+def _check_model(model: Any, unit: str) -> None:
+    """Raise unless an object can serve as a language model."""
+    if model is None or isinstance(model, NgramLM):
+        return
+    for name in ("start", "advance", "final"):
+        if not callable(getattr(model, name, None)):
+            kind = type(model).__name__
+            raise TypeError(f"language_model: expected the method {name}, got {kind} without it")
+    if unit == "word" and "<unk>" not in getattr(model, "words", ()):
+        raise ValueError("language_model: expected `words`, one of them <unk>")
