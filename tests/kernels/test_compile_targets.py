@@ -94,9 +94,6 @@ SPILLED_SINCE_3_7 = {
     "truncated_stats_kernel": 320,
     # In the rare scan in fp64.
     "ctc_posterior_scan_kernel": 224,
-    # Most of them around the loops, as before. In the loop over blocks of a row that is not
-    # aligned, they are 4 to 28 of about 500 instructions.
-    "truncated_stats_kernel": 448,
 }
 
 
