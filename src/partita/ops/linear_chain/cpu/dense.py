@@ -167,12 +167,12 @@ def linear_chain_gradient(
         d_emissions, width = empty_batch(emissions.shape, dtype), arrays.weights.shape[2]
         products = torch.zeros((2, groups if need_transitions else 0, width, width), **FP64)
         written = (x.numpy() for x in (d_emissions, d_ends, products))
-        others = (upstream.numpy(), _by_sequence(states), *written)
+        others = (upstream.numpy(), _by_sequence(states), *written, np.empty((0, 0, 0, 0)))
         work = lengths_of_groups(arrays.lengths, groups) if need_transitions else arrays.lengths
         run_over_sequences(gradient_kernel, work.repeat(2) // 2, C * C, arrays, *others)
         if need_transitions:
             alpha, beta = products[..., :C, :C]
-            counts[0] = (alpha + beta.mT) * torch.from_numpy(arrays.weights[0, :, :C])
+            counts[0] = (alpha + beta.mT) * torch.from_numpy(arrays.weights[0, :C, :C])
     else:
         batch = dense_batch(chain)[0]
         d_emissions = empty_batch(emissions.shape)
@@ -266,3 +266,28 @@ def linear_chain_tangent(
         d_emissions.new_empty(0) if chain.start is None else d_ends[0].clone(),
         d_emissions.new_empty(0) if chain.end is None else d_ends[1].clone(),
     )
+
+
+def expectation_of_symbols(table, symbols, transitions, start, lengths):
+    N, T = symbols.shape
+    K, C = table.shape
+    tokens, invalid = lengths_of(lengths, 1, T, N)
+    chain = LinearChainPotentials(table[:1, None].expand(1, N, C), transitions, start.expand(N, C), None, None)
+    arrays = dense_arrays(chain, tokens)
+    width = arrays.weights.shape[2]
+    maxima = table.amax(1)
+    rows = torch.zeros(K, width, **FP64)
+    rows[:, :C] = (table - maxima.clamp(min=-1e300)[:, None]).exp()
+    arrays = arrays._replace(symbols=symbols.numpy(), table=rows.numpy(), maxima=maxima.numpy())
+    saved, logz = empty_batch((T, N, C)), np.empty(N)
+    meeting, log_scale = _scan_halves(arrays, saved)
+    run_over_sequences(join_kernel, np.ones(N, np.int64), C * C, arrays, meeting, log_scale, logz)
+    groups = max(1, min(N, MAX_GROUPS, T * N // max(C, K)))
+    products = torch.zeros((2, groups, width, width), **FP64)
+    d_table = torch.zeros((2, groups, K, width), **FP64)
+    d_ends = torch.empty((2, N, C), **FP64)
+    upstream = np.where(logz == -np.inf, 0.0, 1.0)
+    run_over_sequences(gradient_kernel, lengths_of_groups(arrays.lengths, groups).repeat(2) // 2, C * C, arrays, upstream, _by_sequence(saved), np.empty((0, N, C)), d_ends.numpy(), products.numpy(), d_table.numpy())
+    alpha, beta = products.sum(1)[:, :C, :C]
+    counts = (alpha + beta.mT) * torch.from_numpy(arrays.weights[0, :C, :C])
+    return torch.from_numpy(logz), d_table.sum((0, 1))[:, :C], counts, d_ends[0]
