@@ -82,19 +82,16 @@ def dense_batch(chain: LinearChainPotentials) -> tuple[ChainBatch, Tensor, Tenso
 def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and the states for its gradient."""
     T, N, C = chain.emissions.shape
-    logz, tokens, invalid = np.empty(N), *lengths_of(chain.lengths, 1, T, N)
+    tokens, invalid = lengths_of(chain.lengths, 1, T, N)
     if is_linear(chain.transitions):
         saved = empty_batch((T if save else 0, N, C))
-        arrays = dense_arrays(chain, tokens)
-        meeting, log_scale = _scan_halves(arrays, saved)
-        run_over_sequences(
-            join_kernel, np.ones(N, np.int64), C * C, arrays, meeting, log_scale, logz
-        )
+        result = _join_halves(dense_arrays(chain, tokens), saved)
     else:
         batch = dense_batch(chain)[0]
         saved = empty_batch((T if save else 2, N, C))
-        run(chain_forward_kernel, batch, saved.numpy(), logz)
-    result = torch.from_numpy(logz).masked_fill_(invalid, torch.nan)
+        result = torch.empty(N, **FP64)
+        run(chain_forward_kernel, batch, saved.numpy(), result.numpy())
+    result.masked_fill_(invalid, torch.nan)
     rounded = result.to(acc_dtype(chain.emissions.dtype), copy=True)
     return result, rounded, saved if save else saved.new_empty(0)
 
@@ -114,6 +111,21 @@ def _scan_halves(chain: Any, saved: Tensor) -> tuple[Any, Any]:
         forward_kernel, halves, C * C, chain, _by_sequence(saved), meeting, log_scale
     )
     return meeting, log_scale
+
+
+def _join_halves(chain: Any, saved: Tensor) -> Tensor:
+    """Return log Z of each sequence, `[N]`, and save the states."""
+    N, C = chain.start.shape
+    logz, ones = np.empty(N), np.ones(N, np.int64)
+    run_over_sequences(join_kernel, ones, C * C, chain, *_scan_halves(chain, saved), logz)
+    return torch.from_numpy(logz)
+
+
+def _sum_of_products(counts: Tensor, chain: Any) -> Tensor:
+    """Return the gradients in the transitions, `[..., C, C]`, of what `gradient_kernel` counts."""
+    C = chain.start.shape[1]
+    alpha, beta = counts[..., :C, :C]
+    return (alpha + beta.mT) * torch.from_numpy(chain.weights[0, :C, :C])
 
 
 def _empty_counts(transitions: Tensor, T: int, N: int, C: int, per_sequence: bool) -> Tensor:
@@ -171,8 +183,7 @@ def linear_chain_gradient(
         work = lengths_of_groups(arrays.lengths, groups) if need_transitions else arrays.lengths
         run_over_sequences(gradient_kernel, work.repeat(2) // 2, C * C, arrays, *others)
         if need_transitions:
-            alpha, beta = products[..., :C, :C]
-            counts[0] = (alpha + beta.mT) * torch.from_numpy(arrays.weights[0, :C, :C])
+            counts[0] = _sum_of_products(products, arrays)
     else:
         batch = dense_batch(chain)[0]
         d_emissions = empty_batch(emissions.shape)
@@ -194,6 +205,40 @@ def linear_chain_gradient(
     d_start = emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)
     d_end = emissions.new_empty(0) if end is None else d_ends[1].to(end.dtype, copy=True)
     return d_emissions.to(emissions.dtype), d_transitions, d_start, d_end
+
+
+def expectation_of_symbols(
+    table: Tensor, symbols: Tensor, transitions: Tensor, start: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, ...] | None:
+    """Return log Z `[N]` and the gradients of its sum for emissions that are rows of a table.
+
+    The scans look the rows up and add the posteriors by symbol, so neither is in memory for each
+    token. The arguments and results are those of `autograd.expectation_of_symbols`.
+    """
+    if not is_linear(transitions):
+        return None
+    (N, T), (K, C) = symbols.shape, table.shape
+    tokens = lengths_of(lengths, 1, T, N)[0]
+    no_rows, end = table.new_empty(0, N, C), None
+    arrays = dense_arrays(LinearChainPotentials(no_rows, transitions, start, end, None), tokens)
+    maxima, width = table.amax(1), arrays.weights.shape[2]
+    rows = torch.zeros((K, width), **FP64)
+    rows[:, :C] = (table - maxima.masked_fill(maxima == -torch.inf, 0.0)[:, None]).exp()
+    arrays = arrays._replace(
+        symbols=symbols.numpy(), table=rows.numpy(), maxima=maxima.numpy(), start=start.exp().numpy()
+    )
+    saved = empty_batch((T, N, C))
+    logz = _join_halves(arrays, saved)
+    groups = max(1, min(N, MAX_GROUPS, T * N // max(C, K)))
+    counts = torch.zeros((2, groups, width, width), **FP64)
+    d_table = torch.zeros((2, groups, K, width), **FP64)
+    d_ends = torch.zeros((2, N, C), **FP64)
+    upstream = (logz > -torch.inf).double()
+    written = (x.numpy() for x in (no_rows, d_ends, counts, d_table))
+    work = lengths_of_groups(arrays.lengths, groups).repeat(2) // 2
+    args = (arrays, upstream.numpy(), _by_sequence(saved), *written)
+    run_over_sequences(gradient_kernel, work, C * C, *args)
+    return logz, d_table.sum((0, 1))[:, :C], _sum_of_products(counts.sum(1), arrays), d_ends[0]
 
 
 def _end_gradients(d_emissions: Tensor, tokens: Tensor) -> Tensor:
@@ -266,28 +311,3 @@ def linear_chain_tangent(
         d_emissions.new_empty(0) if chain.start is None else d_ends[0].clone(),
         d_emissions.new_empty(0) if chain.end is None else d_ends[1].clone(),
     )
-
-
-def expectation_of_symbols(table, symbols, transitions, start, lengths):
-    N, T = symbols.shape
-    K, C = table.shape
-    tokens, invalid = lengths_of(lengths, 1, T, N)
-    chain = LinearChainPotentials(table[:1, None].expand(1, N, C), transitions, start.expand(N, C), None, None)
-    arrays = dense_arrays(chain, tokens)
-    width = arrays.weights.shape[2]
-    maxima = table.amax(1)
-    rows = torch.zeros(K, width, **FP64)
-    rows[:, :C] = (table - maxima.clamp(min=-1e300)[:, None]).exp()
-    arrays = arrays._replace(symbols=symbols.numpy(), table=rows.numpy(), maxima=maxima.numpy())
-    saved, logz = empty_batch((T, N, C)), np.empty(N)
-    meeting, log_scale = _scan_halves(arrays, saved)
-    run_over_sequences(join_kernel, np.ones(N, np.int64), C * C, arrays, meeting, log_scale, logz)
-    groups = max(1, min(N, MAX_GROUPS, T * N // max(C, K)))
-    products = torch.zeros((2, groups, width, width), **FP64)
-    d_table = torch.zeros((2, groups, K, width), **FP64)
-    d_ends = torch.empty((2, N, C), **FP64)
-    upstream = np.where(logz == -np.inf, 0.0, 1.0)
-    run_over_sequences(gradient_kernel, lengths_of_groups(arrays.lengths, groups).repeat(2) // 2, C * C, arrays, upstream, _by_sequence(saved), np.empty((0, N, C)), d_ends.numpy(), products.numpy(), d_table.numpy())
-    alpha, beta = products.sum(1)[:, :C, :C]
-    counts = (alpha + beta.mT) * torch.from_numpy(arrays.weights[0, :C, :C])
-    return torch.from_numpy(logz), d_table.sum((0, 1))[:, :C], counts, d_ends[0]

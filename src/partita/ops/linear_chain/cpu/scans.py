@@ -327,7 +327,7 @@ class DenseArrays(NamedTuple):
         symbols: the row of the table that has the emissions of a token, `[N, T]`; or empty.
         table: exp(emissions - their maximum) of each symbol, `[K, W]` fp64.
         maxima: `[K]` fp64.
-        start, end: `[N, C]` fp64.
+        start, end: `[N, C]` fp64; with symbols start is an exponential, and end is not read.
         weights: exp(transitions - shift), then their transpose, `[2, C, W]` fp64; `[2, W, W]`
             if at most two vectors hold a row.
         shift: the maximum of the transitions.
@@ -379,19 +379,17 @@ def copy_row(source: Any, target: Any) -> None:
 
 @jit
 def look_up_tokens(chain: Any, first: int, by: int, n: int, scores: Any) -> float:
-    """Write the rows of the symbols of tokens as `load_tokens` does; the ends have no scores."""
+    """Write the rows of the symbols of tokens as `load_tokens` does."""
     width, total = scores.shape[1], 0.0
     table, rows = pointer_to(chain.table), pointer_to(scores)
     for k in range(len(scores)):
-        symbol = chain.symbols[n, first + k * by]
+        t = first + k * by
+        symbol = chain.symbols[n, t]
         copy_numbers(table, symbol * width, rows, k * width, width)
         total += chain.maxima[symbol]
-    if first == 0:
-        for c in range(chain.start.shape[1]):
-            scores[0, c] *= np.exp(chain.start[n, c])
-    elif first + (len(scores) - 1) * by == 0:
-        for c in range(chain.start.shape[1]):
-            scores[len(scores) - 1, c] *= np.exp(chain.start[n, c])
+        if t == 0:
+            for c in range(chain.start.shape[1]):
+                scores[k, c] *= chain.start[n, c]
     return total
 
 
