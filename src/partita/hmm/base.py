@@ -465,8 +465,9 @@ class BaseHMM:
                     stacklevel=3,
                 )
         X, C = batch.values, self.n_components
-        X = X if batch.observed is None else X.where(batch.observed, torch.nan)
-        X = X if batch.rows is None else X[batch.rows]
+        if batch.missing is not None or set(drawn) - {"startprob", "transmat"}:
+            X = X if batch.observed is None else X.where(batch.observed, torch.nan)
+            X = X if batch.rows is None else X[batch.rows]
         if batch.missing is not None:
             X = X[~X.isnan().all(1)]
             if not len(X):

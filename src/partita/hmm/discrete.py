@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..ops.linear_chain import autograd
 from .base import BaseHMM, Parameters
-from .data import Batch, at_least_zero, normalized, prior, sums_of_products
+from .data import Batch, at_least_zero, normalized, prior, products, sums_of_products
+
 
 class CategoricalHMM(BaseHMM):
     """A hidden Markov model whose states emit one of K symbols, 0 to K - 1.
@@ -274,7 +275,7 @@ class PoissonHMM(BaseHMM):
         if X.features.shape[1] == lambdas.shape[1] + 1:
             rates = rates.sum(1, keepdim=True)
         factors = torch.cat([lambdas.log().masked_fill(is_zero, 0.0), rates], 1)
-        found = X.features @ factors.T - X.log_factorials
+        found = products(X.features, factors.T) - X.log_factorials
         # A rate of 0 gives no count but 0.
         return found.masked_fill(X.is_positive @ is_zero.to(lambdas.dtype).T > 0, -torch.inf)
 

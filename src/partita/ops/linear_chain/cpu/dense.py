@@ -40,17 +40,49 @@ from ..common import LinearChainPotentials, LinearChainValues
 from .scans import dense_arrays, forward_kernel, gradient_kernel, join_kernel
 
 MAX_SPAN = 300.0  # nats; a state that underflows is then improbable by e**-100
+MOST_STEPS = 3  # from a tag to any other one in the scheme BIOES
 MAX_GROUPS = 64  # sums over the sequences that run side by side
 FP64: Any = {"dtype": torch.float64, "device": "cpu"}
 NO_ROWS = np.empty((0, 0, 0))
 
 
-def is_linear(transitions: Tensor) -> bool:
-    """Return whether the transitions are constant and span few enough nats."""
+def is_linear(chain: LinearChainPotentials) -> bool:
+    """Return whether linear arithmetic loses no state that counts.
+
+    Constant transitions that span few nats lose none. Where some are forbidden, a state that
+    underflows may be the only one that goes on as the constraints allow. But if each state leads
+    to each in S steps, a state that can be reached is below the best one of its token by at most S
+    times the span of the other scores, and by that of the ends. If that is little, none underflows.
+    """
+    transitions = chain.transitions.detach()
     if transitions.ndim > 2 or not transitions.numel():
         return False
-    low, high = transitions.detach().aminmax()
-    return float(high) - float(low) <= MAX_SPAN  # False for NaN and infinities
+    low, high = transitions.aminmax()
+    if float(high) - float(low) <= MAX_SPAN:  # False for NaN and infinities
+        return True
+    reached = allowed = (transitions > -torch.inf).float()
+    for steps in range(2, MOST_STEPS + 1):
+        reached = (reached @ allowed > 0).float()
+        if reached.all():
+            return _span(chain, steps) <= MAX_SPAN  # False for NaN
+    return False
+
+
+def _span(chain: LinearChainPotentials, steps: int) -> float:
+    """Return how many nats a state that is not forbidden is below the best one of its token."""
+    emissions, transitions, start, end, lengths = (None if x is None else x.detach() for x in chain)
+    T, N, C = emissions.shape
+    if lengths is not None:
+        past = torch.arange(T)[:, None] >= lengths_of(lengths, 1, T, N)[0]
+        emissions = emissions.masked_fill(past[..., None], 0.0)
+    low, high = emissions.aminmax() if emissions.numel() else (0.0, 0.0)
+    total = steps * (float(high) - float(low) + np.log(C))
+    for scores, times in ((transitions, steps), (start, 1), (end, 1)):
+        if scores is not None and scores.numel():
+            high = scores.max()
+            low = scores.masked_fill(scores == -torch.inf, high).min()
+            total += times * (float(high) - float(low))
+    return total
 
 
 def dense_batch(chain: LinearChainPotentials) -> tuple[ChainBatch, Tensor, Tensor]:
@@ -83,7 +115,7 @@ def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor,
     """Return log Z in fp64 and in the dtype of results, and the states for its gradient."""
     T, N, C = chain.emissions.shape
     tokens, invalid = lengths_of(chain.lengths, 1, T, N)
-    if is_linear(chain.transitions):
+    if is_linear(chain):
         saved = empty_batch((T if save else 0, N, C))
         result = _join_halves(dense_arrays(chain, tokens), saved)
     else:
@@ -164,7 +196,7 @@ def linear_chain_gradient(
     emissions, transitions, start, end, lengths = chain
     T, N, C = emissions.shape
     tokens, invalid = lengths_of(lengths, 1, T, N)
-    failed, linear = logz.isnan(), is_linear(transitions)
+    failed, linear = logz.isnan(), is_linear(chain)
     upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
     upstream = upstream.masked_fill(logz == -torch.inf, 0.0).contiguous()
     per_sequence = per_sequence and transitions.ndim == 2
@@ -215,17 +247,20 @@ def expectation_of_symbols(
     The scans look the rows up and add the posteriors by symbol, so neither is in memory for each
     token. The arguments and results are those of `autograd.expectation_of_symbols`.
     """
-    if not is_linear(transitions):
-        return None
     (N, T), (K, C) = symbols.shape, table.shape
-    tokens = lengths_of(lengths, 1, T, N)[0]
-    no_rows, end = table.new_empty(0, N, C), None
-    arrays = dense_arrays(LinearChainPotentials(no_rows, transitions, start, end, None), tokens)
+    chain = LinearChainPotentials(table[:, None], transitions, start, None, None)
+    if not is_linear(chain):
+        return None
+    tokens, no_rows = lengths_of(lengths, 1, T, N)[0], table.new_empty(0, N, C)
+    arrays = dense_arrays(chain._replace(emissions=no_rows), tokens)
     maxima, width = table.amax(1), arrays.weights.shape[2]
     rows = torch.zeros((K, width), **FP64)
     rows[:, :C] = (table - maxima.masked_fill(maxima == -torch.inf, 0.0)[:, None]).exp()
     arrays = arrays._replace(
-        symbols=symbols.numpy(), table=rows.numpy(), maxima=maxima.numpy(), start=start.exp().numpy()
+        symbols=symbols.numpy(),
+        table=rows.numpy(),
+        maxima=maxima.numpy(),
+        start=start.exp().numpy(),
     )
     saved = empty_batch((T, N, C))
     logz = _join_halves(arrays, saved)
@@ -265,7 +300,7 @@ def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tenso
     T, N, C = chain.emissions.shape
     batch, tokens, invalid = dense_batch(chain)
     alpha, logz, k = empty_batch((T, N, C)), np.empty(N), uniforms.shape[1]
-    if is_linear(chain.transitions):
+    if is_linear(chain):
         arrays = dense_arrays(chain, tokens)
         # Alpha has the last token's end here. The scale of a token's states changes no draw.
         _scan_halves(arrays._replace(middle=arrays.lengths), alpha)
