@@ -6,11 +6,11 @@ The text is the standard library of the Python that runs this, in snippets of si
 character the `tokenize` module tells whether it begins a token (B-) or is inside one (I-), and the
 kind of the token. A few convolutions score the tags of each character; they see six characters to
 either side. Whether a character is within a string may depend on text many lines before, and only
-the chain can carry that. It obeys the rules of the scheme BIO: no I- follows a tag of another token,
-though a snippet may begin inside of one. The same network is trained on the same batches with a softmax at each
-character instead of the chain. The farther a network sees, the less it gains from a chain (try
-`--layers 12`). A tenth of the files is for the test. The exit code is 1 when the CRF tags fewer
-than 90 % of their characters correctly.
+the chain can carry that. It obeys the rules of the scheme BIO: no I- follows a tag of another
+token, though a snippet may begin inside of one. The same network is trained on the same batches
+with a softmax at each character instead of the chain. The farther a network sees, the less it gains
+from a chain (try `--layers 12`). A tenth of the files is for the test. The exit code is 1 when the
+CRF tags fewer than 90 % of their characters correctly.
 """
 
 from __future__ import annotations

@@ -175,6 +175,14 @@ def test_missing_values_are_left_out_of_the_statistics() -> None:
     torch.testing.assert_close(found, torch.tensor([[1 / 3, 2 / 3]]))
 
 
+@pytest.mark.parametrize("kind", ["diag", "poisson"])
+def test_many_rows_have_the_log_likelihoods_of_few(kind: str, monkeypatch: Any) -> None:
+    X = with_missing(kind, values_of(kind, 40))
+    expected = model_of(kind).predict_proba(X)
+    monkeypatch.setattr("partita.hmm.data.MANY", 1)
+    torch.testing.assert_close(model_of(kind).predict_proba(X), expected)
+
+
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_scans_that_look_symbols_up_count_what_gathered_emissions_count(is_missing: bool) -> None:
     """A CPU forms no emissions of symbols; the reference does."""

@@ -6,6 +6,7 @@ sparse chains serve the rest: for them a sequence of T tokens is a chain of T - 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -69,18 +70,18 @@ def is_linear(chain: LinearChainPotentials) -> bool:
 
 
 def _span(chain: LinearChainPotentials, steps: int) -> float:
-    """Return how many nats a state that is not forbidden is below the best one of its token."""
-    emissions, transitions, start, end, lengths = (None if x is None else x.detach() for x in chain)
-    T, N, C = emissions.shape
-    if lengths is not None:
-        past = torch.arange(T)[:, None] >= lengths_of(lengths, 1, T, N)[0]
+    """Return how many nats a state that can be reached is below the best one of its token."""
+    emissions, (T, N, C) = chain.emissions.detach(), chain.emissions.shape
+    if chain.lengths is not None:
+        past = torch.arange(T)[:, None] >= lengths_of(chain.lengths, 1, T, N)[0]
         emissions = emissions.masked_fill(past[..., None], 0.0)
     low, high = emissions.aminmax() if emissions.numel() else (0.0, 0.0)
-    total = steps * (float(high) - float(low) + np.log(C))
-    for scores, times in ((transitions, steps), (start, 1), (end, 1)):
+    total = steps * (float(high) - float(low) + math.log(C))
+    for scores, times in ((chain.transitions, steps), (chain.start, 1), (chain.end, 1)):
         if scores is not None and scores.numel():
+            scores = scores.detach()
             high = scores.max()
-            low = scores.masked_fill(scores == -torch.inf, high).min()
+            low = scores.masked_fill(scores == -torch.inf, float(high)).min()
             total += times * (float(high) - float(low))
     return total
 
@@ -264,7 +265,7 @@ def expectation_of_symbols(
     )
     saved = empty_batch((T, N, C))
     logz = _join_halves(arrays, saved)
-    groups = max(1, min(N, MAX_GROUPS, T * N // max(C, K)))
+    groups = max(1, min(N, MAX_GROUPS, T * N // (4 * max(C, K))))
     counts = torch.zeros((2, groups, width, width), **FP64)
     d_table = torch.zeros((2, groups, K, width), **FP64)
     d_ends = torch.zeros((2, N, C), **FP64)
