@@ -217,8 +217,7 @@ def plain_loss(emissions: Tensor, transitions: Tensor, ends: Tensor, batch: Snip
 def compare(model: Tagger, batch: Snippets) -> Difference:
     """Compare the loss and its gradients with those of the plain recursion in fp64."""
     ours = [
-        t.detach().clone().requires_grad_()
-        for t in (model(batch.text), model.moves(), model.ends)
+        t.detach().clone().requires_grad_() for t in (model(batch.text), model.moves(), model.ends)
     ]
     theirs = [t.detach().double().requires_grad_() for t in ours]
     loss = chain_loss(
