@@ -533,7 +533,8 @@ def gradient_kernel(
     gradients are those in emissions `[T, N, C]` and in the ends `[2, N, C]`. The counts, unless
     they are empty, are sums of the products of both states of a step, `[2, G, W, W]`: without the
     factor exp(transitions), and transposed for the half in which time runs backwards. Half h adds
-    to the counts of group h % 2G.
+    to the counts of group h % 2G. With symbols, the gradients in emissions are not written, but
+    added to those in the table, `[2, G, K, W]`.
     """
     width, count = chain.weights.shape[2], 2 * (counts.shape[1] or len(grad_output))
     scores, sums = np.empty((BLOCK, width)), np.empty((BLOCK, width))
