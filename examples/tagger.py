@@ -341,7 +341,7 @@ def draw(
     draw_transitions(table, model)
     draw_errors(errors, scores)
     for axes, title in (
-        (table, "Transitions that the CRF learnt, nats; those that BIO forbids are blank"),
+        (table, "Transitions that the CRF learnt, nats (blank: forbidden)"),
         (errors, "Wrong on held-out files"),
     ):
         axes.set_title(title, size=11, weight="bold", color=INK)

@@ -112,7 +112,7 @@ class CategoricalHMM(BaseHMM):
         # The steps of a sequence are next to each other in memory, where scans look them up.
         return symbols.view(batch.shape).T.contiguous().T
 
-    def log_likelihood(self, X: Tensor, emissionprob: Tensor) -> Tensor:
+    def log_likelihood(self, X: Tensor, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
         return self._table(emissionprob).index_select(0, X.flatten())
 
     @staticmethod
