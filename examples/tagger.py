@@ -298,7 +298,12 @@ def draw_transitions(axes: Axes, model: Tagger) -> None:
     table = model.transitions.detach()
     limit, table = table.abs().max().item(), table.masked_fill(BROKEN, torch.nan).numpy()
     image = axes.imshow(table, cmap="RdBu", vmin=-limit, vmax=limit)
-    axes.set(xticks=range(len(TAGS)), yticks=range(len(TAGS)), xlabel="to", ylabel="from")
+    axes.set(
+        xticks=range(len(TAGS)),
+        yticks=range(len(TAGS)),
+        xlabel="to (blank: forbidden)",
+        ylabel="from",
+    )
     axes.set_xticklabels(TAGS, rotation=90, size=8)
     axes.set_yticklabels(TAGS, size=8)
     axes.tick_params(length=0)
@@ -341,7 +346,7 @@ def draw(
     draw_transitions(table, model)
     draw_errors(errors, scores)
     for axes, title in (
-        (table, "Transitions that the CRF learnt, nats (blank: forbidden)"),
+        (table, "Transitions that the CRF learnt, nats"),
         (errors, "Wrong on held-out files"),
     ):
         axes.set_title(title, size=11, weight="bold", color=INK)
