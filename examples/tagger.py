@@ -6,10 +6,11 @@ The text is the standard library of the Python that runs this, in snippets of si
 character the `tokenize` module tells whether it begins a token (B-) or is inside one (I-), and the
 kind of the token. A few convolutions score the tags of each character; they see six characters to
 either side. Whether a character is within a string may depend on text many lines before, and only
-the chain can carry that. The same network is trained on the same batches with a softmax at each
-character instead of the chain. The farther a network sees, the less it gains from a chain (try
-`--layers 12`). A tenth of the files is for the test. The exit code is 1 when the CRF tags fewer
-than 90 % of their characters correctly.
+the chain can carry that. It obeys the rules of the scheme BIO: no I- follows a tag of another
+token, though a snippet may begin inside of one. The same network is trained on the same batches
+with a softmax at each character instead of the chain. The farther a network sees, the less it gains
+from a chain (try `--layers 12`). A tenth of the files is for the test. The exit code is 1 when the
+CRF tags fewer than 90 % of their characters correctly.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from tagger_data import (
+    BROKEN,
     CHARACTERS,
     KINDS,
     TAGS,
@@ -97,8 +99,12 @@ class Tagger(nn.Module):
             x = x + F.gelu(layer(x))
         return self.emit(x.permute(2, 0, 1))
 
+    def moves(self) -> Tensor:
+        """Return the transitions; those that the scheme forbids are -inf, whatever is learnt."""
+        return self.transitions.masked_fill(BROKEN, -torch.inf)
+
     def chain(self, emissions: Tensor, mask: Tensor) -> partita.LinearChain:
-        return partita.linear_chain(emissions, self.transitions, *self.ends, mask=mask)
+        return partita.linear_chain(emissions, self.moves(), *self.ends, mask=mask)
 
 
 def chain_loss(chain: partita.LinearChain, batch: Snippets) -> Tensor:
@@ -181,8 +187,7 @@ def score(found: Guess, snippets: Snippets) -> Score:
         for mask in (mistakes, snippets.tags > 0)
     )
     before, after = found.tags[:, :-1], found.tags[:, 1:]
-    inside = (after > 0) & (after % 2 == 0) & valid[:, 1:]
-    broken = inside & (before != after) & (before != after - 1)
+    broken = BROKEN[before, after] & valid[:, 1:]
     correct = 1 - mistakes.sum() / valid.sum()
     return Score(
         correct.item(),
@@ -212,8 +217,7 @@ def plain_loss(emissions: Tensor, transitions: Tensor, ends: Tensor, batch: Snip
 def compare(model: Tagger, batch: Snippets) -> Difference:
     """Compare the loss and its gradients with those of the plain recursion in fp64."""
     ours = [
-        t.detach().clone().requires_grad_()
-        for t in (model(batch.text), model.transitions, model.ends)
+        t.detach().clone().requires_grad_() for t in (model(batch.text), model.moves(), model.ends)
     ]
     theirs = [t.detach().double().requires_grad_() for t in ours]
     loss = chain_loss(
@@ -291,10 +295,15 @@ def draw_text(axes: Axes, snippets: Snippets, guesses: dict[str, Guess]) -> None
 
 
 def draw_transitions(axes: Axes, model: Tagger) -> None:
-    table = model.transitions.detach().numpy()
-    limit = abs(table).max()
+    table = model.transitions.detach()
+    limit, table = table.abs().max().item(), table.masked_fill(BROKEN, torch.nan).numpy()
     image = axes.imshow(table, cmap="RdBu", vmin=-limit, vmax=limit)
-    axes.set(xticks=range(len(TAGS)), yticks=range(len(TAGS)), xlabel="to", ylabel="from")
+    axes.set(
+        xticks=range(len(TAGS)),
+        yticks=range(len(TAGS)),
+        xlabel="to (blank: forbidden)",
+        ylabel="from",
+    )
     axes.set_xticklabels(TAGS, rotation=90, size=8)
     axes.set_yticklabels(TAGS, size=8)
     axes.tick_params(length=0)

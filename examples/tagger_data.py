@@ -23,6 +23,9 @@ CHARACTERS = 128  # the ASCII characters; any other becomes a question mark
 KINDS = ["name", "keyword", "number", "string", "comment", "operator"]
 # B of kind k is tag 2k + 1, and I is tag 2k + 2.
 TAGS = ["space", *(f"{position}-{kind}" for kind in KINDS for position in "BI")]
+FROM, TO = torch.arange(len(TAGS))[:, None], torch.arange(len(TAGS))
+# The scheme BIO: the tag before an I is of the same kind. [from, to]
+BROKEN = (TO > 0) & (TO % 2 == 0) & (FROM != TO) & (FROM != TO - 1)
 
 
 class Snippets(NamedTuple):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import partita
 from partita.hmm import (
     BaseHMM,
     CategoricalHMM,
@@ -174,15 +175,39 @@ def test_missing_values_are_left_out_of_the_statistics() -> None:
     torch.testing.assert_close(found, torch.tensor([[1 / 3, 2 / 3]]))
 
 
-def test_symbols_of_many_rows_are_looked_up_by_sequence(monkeypatch: Any) -> None:
-    X, lengths = values_of("categorical", 90), [40, 50]
-    expected = model_of("categorical", n_iter=5).fit(X, lengths).emissionprob_
-    monkeypatch.setattr("partita.hmm.discrete.LARGE", 1)
-    model = model_of("categorical", n_iter=5).fit(X, lengths)
-    torch.testing.assert_close(model.emissionprob_, expected)
-    assert model.predict_proba(X, lengths).shape == (90, C)
-    X[3] = NAN
-    assert model.predict_proba(X, lengths).isfinite().all()
+@pytest.mark.parametrize("kind", ["diag", "poisson"])
+def test_many_rows_have_the_log_likelihoods_of_few(kind: str, monkeypatch: Any) -> None:
+    X = with_missing(kind, values_of(kind, 40))
+    expected = model_of(kind).predict_proba(X)
+    monkeypatch.setattr("partita.hmm.data.MANY", 1)
+    torch.testing.assert_close(model_of(kind).predict_proba(X), expected)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_scans_that_look_symbols_up_count_what_gathered_emissions_count(is_missing: bool) -> None:
+    """A CPU forms no emissions of symbols; the reference does."""
+    X, lengths = values_of("categorical", 100), [40, 1, 50, 9]
+    X = with_missing("categorical", X) if is_missing else X
+    found = []
+    for backend in ("auto", "reference"):
+        model = model_of("categorical", n_iter=5, tol=-1e9)
+        model.startprob_ = torch.tensor([0.0, 0.7, 0.3])
+        model.emissionprob_[0, 1] = 0  # which leaves row 0 with a sum below 1
+        model.emissionprob_ /= model.emissionprob_.sum(1, keepdim=True)
+        with partita.backend(backend):
+            model.fit(X, lengths)
+        found.append((model.startprob_, model.transmat_, model.emissionprob_, model.monitor_))
+    for ours, expected in zip(found[0][:3], found[1][:3], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-14)
+    assert list(found[0][3].history) == pytest.approx(list(found[1][3].history), rel=1e-12)
+
+
+def test_symbols_that_no_state_emits_have_no_likelihood() -> None:
+    model = CategoricalHMM(2, n_features=3, init_params="", params="", n_iter=1)
+    model.startprob_, model.transmat_ = [0.5, 0.5], [[0.9, 0.1], [0.1, 0.9]]
+    model.emissionprob_ = [[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]]
+    X = torch.tensor([0, 1, 2, 0, 1])[:, None]
+    assert model.fit(X).monitor_.history[-1] == -torch.inf
 
 
 @pytest.mark.parametrize("kind", ["full", "tied"])

@@ -318,6 +318,20 @@ def test_errors_of_labels(error: str, options: dict) -> None:
         partita.nn.CRF(3, **options)
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_mask_of_prefixes_copies_no_emissions(batch_first: bool) -> None:
+    _, emissions, _, mask = batch()
+    crf = partita.nn.CRF(C, batch_first)
+    if batch_first:
+        emissions, mask = emissions.transpose(0, 1), mask.T
+    chain = crf.chain(emissions, mask)
+    assert chain.emissions.data_ptr() == emissions.data_ptr()
+    assert chain.lengths.tolist() == LENGTHS.tolist()
+    mask = mask.clone()
+    mask[0, 0] = False
+    assert crf.chain(emissions, mask).emissions.data_ptr() != emissions.data_ptr()
+
+
 def test_a_sequence_has_a_token_that_counts() -> None:
     crf, emissions, tags, mask = with_holes()
     mask[:, 2] = False

@@ -465,8 +465,9 @@ class BaseHMM:
                     stacklevel=3,
                 )
         X, C = batch.values, self.n_components
-        X = X if batch.observed is None else X.where(batch.observed, torch.nan)
-        X = X if batch.rows is None else X[batch.rows]
+        if batch.missing is not None or set(drawn) - {"startprob", "transmat"}:
+            X = X if batch.observed is None else X.where(batch.observed, torch.nan)
+            X = X if batch.rows is None else X[batch.rows]
         if batch.missing is not None:
             X = X[~X.isnan().all(1)]
             if not len(X):
@@ -541,29 +542,34 @@ class BaseHMM:
         """Return log P of each restart, `[R]`, and its expected counts and statistics."""
         (T, N), C, R = batch.shape, self.n_components, len(parameters["startprob"])
         most = MOST_TOGETHER.get(batch.values.device.type, 0)
-        together = T * N * C * C * (1 if batch.values.is_cpu else R) <= most
-        found = []
-        for r in range(1 if together else R):
-            part = parameters if together else {k: x[r : r + 1] for k, x in parameters.items()}
-            of_emissions = self._of_emissions(part)
-            emissions = _over_restarts(lambda p: {"e": self._emissions(batch, data, p)})(
-                of_emissions if of_emissions else part
-            )["e"]
-            chain = self._potentials(batch, emissions, part)
-            log_probs, posteriors, moves, start, _ = autograd.expectation_step(chain)
-            n = len(emissions)
-            by_restart = posteriors.view(T, n, N, C).transpose(0, 1).reshape(n, T * N, C)
-            counts = {
-                "startprob": start.view(n, N, C).sum(1),
-                "transmat": moves[None] if n == 1 else moves.view(T - 1, n, N, C, C).sum((0, 2)),
-            }
-            if of_emissions:
-                counts |= _over_restarts(lambda q, p: self._statistics(batch, data, q["q"], p))(
-                    {"q": by_restart}, of_emissions
-                )
-            found.append({"log_prob": log_probs.view(n, N).sum(1), **counts})
-        joined = {name: torch.cat([each[name] for each in found]) for name in found[0]}
-        return joined.pop("log_prob"), joined
+        if R == 1 or T * N * C * C * (1 if batch.values.is_cpu else R) <= most:
+            counts = self._counts(batch, data, parameters)
+        else:
+            parts = ({k: x[r : r + 1] for k, x in parameters.items()} for r in range(R))
+            found = [self._counts(batch, data, part) for part in parts]
+            counts = {name: torch.cat([each[name] for each in found]) for name in found[0]}
+        return counts.pop("log_prob"), counts
+
+    def _counts(self, batch: Batch, data: Any, parameters: Parameters) -> Parameters:
+        """Return `log_prob`, expected counts and statistics of restarts as one batch."""
+        (T, N), C, R = batch.shape, self.n_components, len(parameters["startprob"])
+        of_emissions = self._of_emissions(parameters)
+        emissions = _over_restarts(lambda p: {"e": self._emissions(batch, data, p)})(
+            of_emissions if of_emissions else parameters
+        )["e"]
+        chain = self._potentials(batch, emissions, parameters)
+        log_probs, posteriors, moves, start, _ = autograd.expectation_step(chain)
+        by_restart = posteriors.view(T, R, N, C).transpose(0, 1).reshape(R, T * N, C)
+        counts = {
+            "log_prob": log_probs.view(R, N).sum(1),
+            "startprob": start.view(R, N, C).sum(1),
+            "transmat": moves[None] if R == 1 else moves.view(T - 1, R, N, C, C).sum((0, 2)),
+        }
+        if of_emissions:
+            counts |= _over_restarts(lambda q, p: self._statistics(batch, data, q["q"], p))(
+                {"q": by_restart}, of_emissions
+            )
+        return counts
 
     def _emissions(self, batch: Batch, data: Any, parameters: Parameters) -> Tensor:
         """Return the emissions of one model, `[T, N, C]`; a row that is missing has zeros."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..runtime.lengths import Lengths, as_lengths
 
 ROWS = 512  # of one product in a sum of products
+MANY = 2**16  # rows, more than restarts that a CPU has as one batch may have
 
 
 class Batch(NamedTuple):
@@ -165,6 +166,19 @@ def prior(value: Any, like: Tensor) -> Any:
 
 def at_least_zero(value: Any) -> Any:
     return value.clamp(min=0) if isinstance(value, Tensor) else max(value, 0)
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """Return `[M, K]` times `[K, C]`.
+
+    On a CPU NumPy has the memory for many rows: it asks for large pages, and PyTorch's memory takes
+    longer to touch for the first time than the product takes.
+    """
+    if not left.is_cpu or len(left) < MANY:
+        return left @ right
+    import numpy as np
+
+    return torch.mm(left, right, out=torch.from_numpy(np.empty((len(left), right.shape[1]))))
 
 
 def sums_of_products(left: Tensor, right: Tensor) -> Tensor:

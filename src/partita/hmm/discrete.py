@@ -7,26 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.linear_chain import autograd
 from .base import BaseHMM, Parameters
-from .data import Batch, at_least_zero, normalized, prior, sums_of_products
-
-LARGE = 2**20  # log-probabilities; fewer may belong to restarts that run together
-
-
-class Symbols(NamedTuple):
-    """The symbols, and on a CPU memory for many log-probabilities.
-
-    New memory takes longer to touch than the look-up, and a scan of a sequence reads it in order.
-
-    Fields:
-        symbols: the symbol of each row, `[M]` int64.
-        by_sequence: the same with the steps of a sequence next to each other; or None.
-        rows: `[M, C]` in the order of `by_sequence`; or None.
-    """
-
-    symbols: Tensor
-    by_sequence: Tensor | None
-    rows: Tensor | None
+from .data import Batch, at_least_zero, normalized, prior, products, sums_of_products
 
 
 class CategoricalHMM(BaseHMM):
@@ -121,33 +104,48 @@ class CategoricalHMM(BaseHMM):
         found = torch.from_numpy(random.rand(self.n_components, self.n_features)).to(X)
         return {"emissionprob": found / found.sum(1, keepdim=True)}
 
-    def _prepare(self, batch: Batch) -> Symbols:
-        index = batch.values[:, 0].long()
-        if not index.is_cpu or len(index) * self.n_components < LARGE or batch.missing is not None:
-            return Symbols(index, None, None)
-        import numpy as np
+    def _prepare(self, batch: Batch) -> Tensor:
+        """Return the symbol of each row, `[M]`; K where it is missing."""
+        symbols = batch.values[:, 0].long()
+        if batch.missing is not None:
+            symbols = symbols.masked_fill(batch.missing[:, 0], self.n_features or 0)
+        # The steps of a sequence are next to each other in memory, where scans look them up.
+        return symbols.view(batch.shape).T.contiguous().T
 
-        rows = torch.from_numpy(np.empty((len(index), self.n_components)))
-        return Symbols(index, index.view(batch.shape).T.flatten(), rows)
+    def log_likelihood(self, X: Tensor, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
+        return self._table(emissionprob).index_select(0, X.flatten())
 
-    def log_likelihood(self, X: Symbols, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
-        return emissionprob.log().T.contiguous().index_select(0, X.symbols)
+    @staticmethod
+    def _table(emissionprob: Tensor) -> Tensor:
+        """Return the log-probabilities of the symbols, `[K + 1, C]`; zeros for a missing one."""
+        return torch.nn.functional.pad(emissionprob.log().T, (0, 0, 0, 1))
 
-    def _emissions(self, batch: Batch, data: Symbols, parameters: Parameters) -> Tensor:
-        if data.rows is None or data.by_sequence is None:
-            return super()._emissions(batch, data, parameters)
-        table = parameters["emissionprob"].log().T.contiguous()
-        rows = torch.index_select(table, 0, data.by_sequence, out=data.rows)
-        return rows.view(*batch.shape[::-1], -1).transpose(0, 1)
+    def _counts(self, batch: Batch, data: Tensor, parameters: Parameters) -> Parameters:
+        if data.is_cpu and len(parameters["startprob"]) == 1:
+            start, moves = parameters["startprob"].log(), parameters["transmat"][0].log()
+            start = start.expand(batch.shape[1], -1)
+            table = self._table(parameters["emissionprob"][0])
+            found = autograd.expectation_of_symbols(table, data.T, moves, start, batch.lengths)
+            if found is not None:
+                log_probs, of_symbols, of_moves, of_start = found
+                return {
+                    "log_prob": log_probs.sum()[None],
+                    "startprob": of_start.sum(0)[None],
+                    "transmat": of_moves[None],
+                    "emissions.counts": of_symbols[:-1].T[None],
+                }
+        return super()._counts(batch, data, parameters)
 
     def statistics(  # type: ignore[override]
-        self, X: Symbols, posteriors: Tensor, emissionprob: Tensor
+        self, X: Tensor, posteriors: Tensor, emissionprob: Tensor
     ) -> Parameters:
-        counts = torch.zeros_like(emissionprob.T)
-        if X.symbols.is_cpu:
-            return {"counts": counts.index_add(0, X.symbols, posteriors).T}
-        # Of the ways to add rows by their index, this one adds in the same order in every run.
-        return {"counts": counts.index_put((X.symbols,), posteriors, accumulate=True).T}
+        counts, symbols = torch.zeros_like(self._table(emissionprob)), X.flatten()
+        if symbols.is_cpu:
+            counts = counts.index_add(0, symbols, posteriors)
+        else:
+            # Of the ways to add rows by their index, this one adds in the same order in every run.
+            counts = counts.index_put((symbols,), posteriors, accumulate=True)
+        return {"counts": counts[:-1].T}
 
     def update(self, statistics: Parameters, emissionprob: Tensor) -> Parameters:  # type: ignore[override]
         counts = statistics["counts"]
@@ -277,7 +275,7 @@ class PoissonHMM(BaseHMM):
         if X.features.shape[1] == lambdas.shape[1] + 1:
             rates = rates.sum(1, keepdim=True)
         factors = torch.cat([lambdas.log().masked_fill(is_zero, 0.0), rates], 1)
-        found = X.features @ factors.T - X.log_factorials
+        found = products(X.features, factors.T) - X.log_factorials
         # A rate of 0 gives no count but 0.
         return found.masked_fill(X.is_positive @ is_zero.to(lambdas.dtype).T > 0, -torch.inf)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime import checks
 from .base import BaseHMM, Parameters
-from .data import Batch, as_tensor, at_least_zero, k_means, prior, sums_of_products
+from .data import Batch, as_tensor, at_least_zero, k_means, prior, products, sums_of_products
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
 LOG_2PI = math.log(2 * math.pi)
@@ -211,7 +211,7 @@ class GaussianHMM(BaseHMM):
             constant = -0.5 * (m * m / v + v.log() + LOG_2PI)
             if X.features.shape[1] == 2 * F + 1:
                 constant = constant.sum(1, keepdim=True)
-            return X.features @ torch.cat([-0.5 / v, m / v, constant], 1).T
+            return products(X.features, torch.cat([-0.5 / v, m / v, constant], 1).T)
         identity = torch.eye(F).to(m)
         lower, failed = torch.linalg.cholesky_ex(covars)
         repaired = torch.linalg.cholesky_ex(covars + REPAIR * identity)[0]

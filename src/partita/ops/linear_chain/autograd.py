@@ -37,7 +37,7 @@ from ...runtime.autograd import (
     sum_of_gradients,
     takes,
 )
-from ...runtime.backend import current_backend
+from ...runtime.backend import current_backend, resolve
 from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from ..chain import reference as sparse
@@ -266,6 +266,28 @@ def expectation_step(chain: LinearChainPotentials) -> tuple[Tensor, ...]:
     fp64, _, saved = logz(*chain, True, backend)
     args = (ones(chain.emissions), *chain, fp64, saved, True, False, backend)
     return fp64, *logz_gradient(*args)
+
+
+@torch.no_grad()
+def expectation_of_symbols(
+    table: Tensor, symbols: Tensor, transitions: Tensor, start: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, ...] | None:
+    """Return log Z `[N]` and the gradients of its sum where emissions are rows of a table.
+
+    Args:
+        table: the emissions of each symbol, `[K, C]` fp64.
+        symbols: those of the tokens, `[N, T]` int64, in range past the lengths too.
+        transitions, start, lengths: as in `LinearChainPotentials`, in fp64.
+
+    Returns:
+        Log Z, and the gradients in table, transitions and start; None where no kernel serves them.
+    """
+    if resolve(current_backend(), table.device, has_cpu=True) != "cpu":
+        return None
+    found: tuple[Tensor, ...] | None = _cpu().expectation_of_symbols(
+        table, symbols, transitions, start, lengths
+    )
+    return found
 
 
 def mean_of_values(chain: LinearChainPotentials, *values: Tensor | None) -> Tensor:

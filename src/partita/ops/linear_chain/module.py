@@ -122,10 +122,12 @@ class CRF(torch.nn.Module):
             checks.tensor("mask", mask)
             mask = mask.bool() if mask.dtype == torch.uint8 else mask
             counts = checked_mask(emissions, mask, self.batch_first)
-            # A stable sort is one for all masks, so the host need not wait to look at them.
-            order = (~counts).byte().argsort(dim=0, stable=True)
-            emissions = emissions.take_along_dim(order[..., None], 0)
-            counts = counts.gather(0, order)
+            # On a GPU the host does not wait to look at a mask: a stable sort serves all.
+            is_prefix = checks.can_check_values(counts) and not (counts[1:] & ~counts[:-1]).any()
+            if not is_prefix:
+                order = (~counts).byte().argsort(dim=0, stable=True)
+                emissions = emissions.take_along_dim(order[..., None], 0)
+                counts = counts.gather(0, order)
         moves: Tensor = self.transitions
         start: Tensor = self.start_transitions
         end: Tensor = self.end_transitions

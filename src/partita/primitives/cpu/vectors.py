@@ -150,6 +150,36 @@ def multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 @intrinsic
+def times_rows(context: Any, x: Any, pointer: Any, first: Any, stride: Any) -> Any:
+    """Return the product of a vector and eight rows of a matrix, by four partial sums.
+
+    Args:
+        x: the vector; it stays in its register.
+        pointer: to the matrix.
+        first: the index of the first number of the first row that counts.
+        stride: the numbers from a row to the next.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, pointer, index, stride = args
+        sums: list[Any] = []
+        for i in range(WIDTH):
+            row = builder.load(
+                _vectors_at(context, builder, signature.args[1], pointer, index)[0], align=4
+            )
+            number = _shuffled(builder, x, [i] * WIDTH)
+            if i < 4:
+                sums.append(builder.fmul(number, row))
+            else:
+                sums[i - 4] = _fused(builder, number, row, sums[i - 4])
+            index = builder.add(index, stride)
+        a, b, c, d = sums
+        return builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
+
+    return vector(vector, pointer, types.intp, types.intp), generate
+
+
+@intrinsic
 def larger(context: Any, x: Any, y: Any) -> Any:
     """Return the larger number in each place, and y where x is NaN."""
     return vector(vector, vector), lambda _, builder, __, args: _larger(builder, *args)

@@ -6,6 +6,7 @@ sparse chains serve the rest: for them a sequence of T tokens is a chain of T - 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -40,17 +41,49 @@ from ..common import LinearChainPotentials, LinearChainValues
 from .scans import dense_arrays, forward_kernel, gradient_kernel, join_kernel
 
 MAX_SPAN = 300.0  # nats; a state that underflows is then improbable by e**-100
+MOST_STEPS = 3  # from a tag to any other one in the scheme BIOES
 MAX_GROUPS = 64  # sums over the sequences that run side by side
 FP64: Any = {"dtype": torch.float64, "device": "cpu"}
 NO_ROWS = np.empty((0, 0, 0))
 
 
-def is_linear(transitions: Tensor) -> bool:
-    """Return whether the transitions are constant and span few enough nats."""
+def is_linear(chain: LinearChainPotentials) -> bool:
+    """Return whether linear arithmetic loses no state that counts.
+
+    Constant transitions that span few nats lose none. Where some are forbidden, a state that
+    underflows may be the only one that goes on as the constraints allow. But if each state leads
+    to each in S steps, a state that can be reached is below the best one of its token by at most S
+    times the span of the other scores, and by that of the ends. If that is little, none underflows.
+    """
+    transitions = chain.transitions.detach()
     if transitions.ndim > 2 or not transitions.numel():
         return False
-    low, high = transitions.detach().aminmax()
-    return float(high) - float(low) <= MAX_SPAN  # False for NaN and infinities
+    low, high = transitions.aminmax()
+    if float(high) - float(low) <= MAX_SPAN:  # False for NaN and infinities
+        return True
+    reached = allowed = (transitions > -torch.inf).float()
+    for steps in range(2, MOST_STEPS + 1):
+        reached = (reached @ allowed > 0).float()
+        if reached.all():
+            return _span(chain, steps) <= MAX_SPAN  # False for NaN
+    return False
+
+
+def _span(chain: LinearChainPotentials, steps: int) -> float:
+    """Return how many nats a state that can be reached is below the best one of its token."""
+    emissions, (T, N, C) = chain.emissions.detach(), chain.emissions.shape
+    if chain.lengths is not None:
+        past = torch.arange(T)[:, None] >= lengths_of(chain.lengths, 1, T, N)[0]
+        emissions = emissions.masked_fill(past[..., None], 0.0)
+    low, high = emissions.aminmax() if emissions.numel() else (0.0, 0.0)
+    total = steps * (float(high) - float(low) + math.log(C))
+    for scores, times in ((chain.transitions, steps), (chain.start, 1), (chain.end, 1)):
+        if scores is not None and scores.numel():
+            scores = scores.detach()
+            high = scores.max()
+            low = scores.masked_fill(scores == -torch.inf, float(high)).min()
+            total += times * (float(high) - float(low))
+    return total
 
 
 def dense_batch(chain: LinearChainPotentials) -> tuple[ChainBatch, Tensor, Tensor]:
@@ -82,19 +115,16 @@ def dense_batch(chain: LinearChainPotentials) -> tuple[ChainBatch, Tensor, Tenso
 def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and the states for its gradient."""
     T, N, C = chain.emissions.shape
-    logz, tokens, invalid = np.empty(N), *lengths_of(chain.lengths, 1, T, N)
-    if is_linear(chain.transitions):
+    tokens, invalid = lengths_of(chain.lengths, 1, T, N)
+    if is_linear(chain):
         saved = empty_batch((T if save else 0, N, C))
-        arrays = dense_arrays(chain, tokens)
-        meeting, log_scale = _scan_halves(arrays, saved)
-        run_over_sequences(
-            join_kernel, np.ones(N, np.int64), C * C, arrays, meeting, log_scale, logz
-        )
+        result = _join_halves(dense_arrays(chain, tokens), saved)
     else:
         batch = dense_batch(chain)[0]
         saved = empty_batch((T if save else 2, N, C))
-        run(chain_forward_kernel, batch, saved.numpy(), logz)
-    result = torch.from_numpy(logz).masked_fill_(invalid, torch.nan)
+        result = torch.empty(N, **FP64)
+        run(chain_forward_kernel, batch, saved.numpy(), result.numpy())
+    result.masked_fill_(invalid, torch.nan)
     rounded = result.to(acc_dtype(chain.emissions.dtype), copy=True)
     return result, rounded, saved if save else saved.new_empty(0)
 
@@ -114,6 +144,21 @@ def _scan_halves(chain: Any, saved: Tensor) -> tuple[Any, Any]:
         forward_kernel, halves, C * C, chain, _by_sequence(saved), meeting, log_scale
     )
     return meeting, log_scale
+
+
+def _join_halves(chain: Any, saved: Tensor) -> Tensor:
+    """Return log Z of each sequence, `[N]`, and save the states."""
+    N, C = chain.start.shape
+    logz, ones = np.empty(N), np.ones(N, np.int64)
+    run_over_sequences(join_kernel, ones, C * C, chain, *_scan_halves(chain, saved), logz)
+    return torch.from_numpy(logz)
+
+
+def _sum_of_products(counts: Tensor, chain: Any) -> Tensor:
+    """Return the gradients in the transitions, `[..., C, C]`, of what `gradient_kernel` counts."""
+    C = chain.start.shape[1]
+    alpha, beta = counts[..., :C, :C]
+    return (alpha + beta.mT) * torch.from_numpy(chain.weights[0, :C, :C])
 
 
 def _empty_counts(transitions: Tensor, T: int, N: int, C: int, per_sequence: bool) -> Tensor:
@@ -152,7 +197,7 @@ def linear_chain_gradient(
     emissions, transitions, start, end, lengths = chain
     T, N, C = emissions.shape
     tokens, invalid = lengths_of(lengths, 1, T, N)
-    failed, linear = logz.isnan(), is_linear(transitions)
+    failed, linear = logz.isnan(), is_linear(chain)
     upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
     upstream = upstream.masked_fill(logz == -torch.inf, 0.0).contiguous()
     per_sequence = per_sequence and transitions.ndim == 2
@@ -167,12 +212,11 @@ def linear_chain_gradient(
         d_emissions, width = empty_batch(emissions.shape, dtype), arrays.weights.shape[2]
         products = torch.zeros((2, groups if need_transitions else 0, width, width), **FP64)
         written = (x.numpy() for x in (d_emissions, d_ends, products))
-        others = (upstream.numpy(), _by_sequence(states), *written)
+        others = (upstream.numpy(), _by_sequence(states), *written, np.empty((0, 0, 0, 0)))
         work = lengths_of_groups(arrays.lengths, groups) if need_transitions else arrays.lengths
         run_over_sequences(gradient_kernel, work.repeat(2) // 2, C * C, arrays, *others)
         if need_transitions:
-            alpha, beta = products[..., :C, :C]
-            counts[0] = (alpha + beta.mT) * torch.from_numpy(arrays.weights[0, :, :C])
+            counts[0] = _sum_of_products(products, arrays)
     else:
         batch = dense_batch(chain)[0]
         d_emissions = empty_batch(emissions.shape)
@@ -194,6 +238,43 @@ def linear_chain_gradient(
     d_start = emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)
     d_end = emissions.new_empty(0) if end is None else d_ends[1].to(end.dtype, copy=True)
     return d_emissions.to(emissions.dtype), d_transitions, d_start, d_end
+
+
+def expectation_of_symbols(
+    table: Tensor, symbols: Tensor, transitions: Tensor, start: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, ...] | None:
+    """Return log Z `[N]` and the gradients of its sum for emissions that are rows of a table.
+
+    The scans look the rows up and add the posteriors by symbol, so neither is in memory for each
+    token. The arguments and results are those of `autograd.expectation_of_symbols`.
+    """
+    (N, T), (K, C) = symbols.shape, table.shape
+    chain = LinearChainPotentials(table[:, None], transitions, start, None, None)
+    if not is_linear(chain):
+        return None
+    tokens, no_rows = lengths_of(lengths, 1, T, N)[0], table.new_empty(0, N, C)
+    arrays = dense_arrays(chain._replace(emissions=no_rows), tokens)
+    maxima, width = table.amax(1), arrays.weights.shape[2]
+    rows = torch.zeros((K, width), **FP64)
+    rows[:, :C] = (table - maxima.masked_fill(maxima == -torch.inf, 0.0)[:, None]).exp()
+    arrays = arrays._replace(
+        symbols=symbols.numpy(),
+        table=rows.numpy(),
+        maxima=maxima.numpy(),
+        start=start.exp().numpy(),
+    )
+    saved = empty_batch((T, N, C))
+    logz = _join_halves(arrays, saved)
+    groups = max(1, min(N, MAX_GROUPS, T * N // (4 * max(C, K))))
+    counts = torch.zeros((2, groups, width, width), **FP64)
+    d_table = torch.zeros((2, groups, K, width), **FP64)
+    d_ends = torch.zeros((2, N, C), **FP64)
+    upstream = (logz > -torch.inf).double()
+    written = (x.numpy() for x in (no_rows, d_ends, counts, d_table))
+    work = lengths_of_groups(arrays.lengths, groups).repeat(2) // 2
+    args = (arrays, upstream.numpy(), _by_sequence(saved), *written)
+    run_over_sequences(gradient_kernel, work, C * C, *args)
+    return logz, d_table.sum((0, 1))[:, :C], _sum_of_products(counts.sum(1), arrays), d_ends[0]
 
 
 def _end_gradients(d_emissions: Tensor, tokens: Tensor) -> Tensor:
@@ -220,7 +301,7 @@ def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tenso
     T, N, C = chain.emissions.shape
     batch, tokens, invalid = dense_batch(chain)
     alpha, logz, k = empty_batch((T, N, C)), np.empty(N), uniforms.shape[1]
-    if is_linear(chain.transitions):
+    if is_linear(chain):
         arrays = dense_arrays(chain, tokens)
         # Alpha has the last token's end here. The scale of a token's states changes no draw.
         _scan_halves(arrays._replace(middle=arrays.lengths), alpha)

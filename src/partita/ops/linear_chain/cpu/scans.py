@@ -37,6 +37,7 @@ from ....primitives.cpu.vectors import (
     pointer_to,
     store,
     sum_of,
+    times_rows,
 )
 from ...chain.cpu.steps import sequences_of, zero_rows
 from ..common import LinearChainPotentials
@@ -181,6 +182,43 @@ def enter_token(sums: Any, scores: Any, first: int, width: int, states: Any) -> 
 
 
 @jit
+def scan_vectors(
+    matrix: Any, scores: Any, sums: Any, states: Any, size: int, width: int, is_first: bool
+) -> int:
+    """Scan tokens as `scan_linear` does, where one or two vectors hold the states of a token.
+
+    They stay in registers: a step that loads its state waits until that is written. With one
+    vector, the second is the same.
+    """
+    second = width - WIDTH
+    total, low, high = 0, load(states, 0), load(states, second)
+    for first in range(0, size, width):
+        if is_first and first == 0:
+            low, high = fill(1.0), fill(1.0)
+        elif second:
+            x, y, half = low, high, WIDTH * width
+            low = add(times_rows(x, matrix, 0, width), times_rows(y, matrix, half, width))
+            high = times_rows(x, matrix, WIDTH, width)
+            high = add(high, times_rows(y, matrix, half + WIDTH, width))
+        else:
+            low = times_rows(low, matrix, 0, width)
+            high = low
+        store(sums, first, low)
+        store(sums, first + second, high)
+        low = multiply(low, load(scores, first))
+        high = multiply(high, load(scores, first + second))
+        highest = maximum_of(larger(low, high))
+        if (highest < SMALL or highest > LARGE) and highest > 0.0:
+            exponent = (bits_of(highest) >> 52) - 1023
+            factor = fill(from_bits((1023 - exponent) << 52))
+            low, high = multiply(low, factor), multiply(high, factor)
+            total += exponent
+        store(states, first + width, low)
+        store(states, first + width + second, high)
+    return total
+
+
+@jit
 def scan_linear(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> int:
     """Scan K tokens in linear arithmetic.
 
@@ -196,6 +234,8 @@ def scan_linear(weights: Any, scores: Any, sums: Any, states: Any, is_first: boo
     C, width = weights.shape
     matrix, token = pointer_to(weights), pointer_to(scores)
     entered, state, total = pointer_to(sums), pointer_to(states), 0
+    if width <= 2 * WIDTH:
+        return scan_vectors(matrix, token, entered, state, scores.size, width, is_first)
     for first in range(0, scores.size, width):
         if is_first and first == 0:
             for i in range(0, width, WIDTH):
@@ -283,15 +323,22 @@ class DenseArrays(NamedTuple):
     Fields:
         lengths: `[N]` int64, in range even where a length is invalid.
         middle: the number of tokens of which alpha is saved, `[N]`; beta is saved of the others.
-        emissions: `Steps` `[T, N, C]`.
-        start, end: `[N, C]` fp64.
-        weights: exp(transitions - shift), then their transpose, `[2, C, W]` fp64.
+        emissions: `Steps` `[T, N, C]`; not read where there are symbols.
+        symbols: the row of the table that has the emissions of a token, `[N, T]`; or empty.
+        table: exp(emissions - their maximum) of each symbol, `[K, W]` fp64.
+        maxima: `[K]` fp64.
+        start, end: `[N, C]` fp64; with symbols start is an exponential, and end is not read.
+        weights: exp(transitions - shift), then their transpose, `[2, C, W]` fp64; `[2, W, W]`
+            if at most two vectors hold a row.
         shift: the maximum of the transitions.
     """
 
     lengths: Any
     middle: Any
     emissions: Any
+    symbols: Any
+    table: Any
+    maxima: Any
     start: Any
     end: Any
     weights: Any
@@ -304,14 +351,18 @@ def dense_arrays(chain: LinearChainPotentials, tokens: Tensor) -> DenseArrays:
     N, C = emissions.shape[1:]
     zeros = torch.zeros(N, C, dtype=torch.float64, device="cpu")
     width = -(-max(C, 1) // WIDTH) * WIDTH
-    weights = torch.zeros((2, C, width), dtype=torch.float64, device="cpu")
+    rows = width if width <= 2 * WIDTH else C  # `scan_vectors` reads all rows of a square
+    weights = torch.zeros((2, rows, width), dtype=torch.float64, device="cpu")
     shift = float(transitions.max()) if C else 0.0
     matrix = (transitions.detach().double() - shift).exp()
-    weights[..., :C] = torch.stack([matrix, matrix.T])
+    weights[:, :C, :C] = torch.stack([matrix, matrix.T])
     return DenseArrays(
         tokens.contiguous().numpy(),
         ((tokens + 1) // 2).numpy(),
         as_steps(emissions),
+        np.empty((0, 0), np.int64),
+        np.empty((0, width)),
+        np.empty(0),
         as_array(zeros if start is None else start),
         as_array(zeros if end is None else end),
         weights.numpy(),  # PyTorch's memory starts on a cache line
@@ -327,6 +378,22 @@ def copy_row(source: Any, target: Any) -> None:
 
 
 @jit
+def look_up_tokens(chain: Any, first: int, by: int, n: int, scores: Any) -> float:
+    """Write the rows of the symbols of tokens as `load_tokens` does."""
+    width, total = scores.shape[1], 0.0
+    table, rows = pointer_to(chain.table), pointer_to(scores)
+    for k in range(len(scores)):
+        t = first + k * by
+        symbol = chain.symbols[n, t]
+        copy_numbers(table, symbol * width, rows, k * width, width)
+        total += chain.maxima[symbol]
+        if t == 0:
+            for c in range(chain.start.shape[1]):
+                scores[k, c] *= chain.start[n, c]
+    return total
+
+
+@jit
 def load_tokens(chain: Any, first: int, by: int, n: int, scores: Any) -> float:
     """Write exp(score - maximum) of tokens first, first + by, ..., `[K, W]`, with zeros as padding.
 
@@ -334,6 +401,8 @@ def load_tokens(chain: Any, first: int, by: int, n: int, scores: Any) -> float:
     """
     emissions, C, width, total = chain.emissions, chain.start.shape[1], scores.shape[1], 0.0
     strides, rows = emissions.strides, pointer_to(scores)
+    if len(chain.symbols):
+        return look_up_tokens(chain, first, by, n, scores)
     for k in range(len(scores)):
         t = first + k * by
         base = t * strides[0] + n * strides[1]
@@ -433,6 +502,20 @@ def write_gradient(
             copy_row(weighted[k], d_ends[1, n])
 
 
+@jit
+def count_symbols(
+    weighted: Any, symbols: Any, t: int, by: int, n: int, counts: Any, d_ends: Any
+) -> None:
+    """Add the posteriors of tokens t, t + by, ... to those of their symbols, `[K, W]`."""
+    width, rows, sums = weighted.shape[1], pointer_to(weighted), pointer_to(counts)
+    for k in range(len(weighted)):
+        first = symbols[n, t + k * by] * width
+        for i in range(0, width, WIDTH):
+            store(sums, first + i, add(load(sums, first + i), load(rows, k * width + i)))
+        if t + k * by == 0:
+            copy_row(weighted[k], d_ends[0, n])
+
+
 @jit(nogil=True)
 def gradient_kernel(
     groups: Any,
@@ -442,6 +525,7 @@ def gradient_kernel(
     d_emissions: Any,
     d_ends: Any,
     counts: Any,
+    d_table: Any,
 ) -> None:
     """Write the gradients of half h % 2 of sequence h // 2.
 
@@ -449,7 +533,8 @@ def gradient_kernel(
     gradients are those in emissions `[T, N, C]` and in the ends `[2, N, C]`. The counts, unless
     they are empty, are sums of the products of both states of a step, `[2, G, W, W]`: without the
     factor exp(transitions), and transposed for the half in which time runs backwards. Half h adds
-    to the counts of group h % 2G.
+    to the counts of group h % 2G. With symbols, the gradients in emissions are not written, but
+    added to those in the table, `[2, G, K, W]`.
     """
     width, count = chain.weights.shape[2], 2 * (counts.shape[1] or len(grad_output))
     scores, sums = np.empty((BLOCK, width)), np.empty((BLOCK, width))
@@ -473,7 +558,11 @@ def gradient_kernel(
                 total = dot_of_rows(x, y, i * width, width)
                 totals[i] = 0.0 if total == 0.0 else grad_output[n] / total
                 multiply_rows(x, y, i * width, width, totals[i], z)
-            write_gradient(weighted[:K], t, by, n, length, d_emissions, d_ends)
+            if len(chain.symbols):
+                index = d_table[backward, half % count // 2]
+                count_symbols(weighted[:K], chain.symbols, t, by, n, index, d_ends)
+            else:
+                write_gradient(weighted[:K], t, by, n, length, d_emissions, d_ends)
             if counts.size:
                 for i in range(K):
                     scale_row(pointer_to(states), i * width, width, totals[i])
@@ -482,5 +571,5 @@ def gradient_kernel(
                 index = counts[backward, half % count // 2]
                 add_outer_products(states, others, skip, K, index)
             copy_row(states[K], states[0])
-        if forward:
+        if forward and not len(chain.symbols):
             zero_rows(d_emissions, n, length)
