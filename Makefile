@@ -2,6 +2,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
+# Python compiles what it imports. To compile all 18,000 files takes pip a minute.
+PIP := $(BIN)/python -m pip install --no-compile
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 PICTURES := digits digit_lines digit_transducer language_model train_parallel alignment hmm regimes tagger post_training recorded_support basecaller
 
@@ -48,12 +50,12 @@ clean:  ## remove the environment and all generated files
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Partita needs Python 3.11 or newer; try: make demo PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install "torch==$(TORCH)+cpu" 2>/dev/null || { \
-		$(BIN)/python -m pip install uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "torch==$(TORCH)"; }
-	$(BIN)/python -m pip install --editable . --group dev
+	$(PIP) --upgrade "pip>=25.1"
+	$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || { \
+		$(PIP) uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "torch==$(TORCH)"; }
+	$(PIP) --editable . --group dev
 	@touch $@
 
 .venv/.docs: $(READY)
-	$(BIN)/python -m pip install --group docs
+	$(PIP) --group docs
 	@touch $@

@@ -25,7 +25,12 @@ NAMES = sorted(
 )
 # Compile-time arguments whose variants need registers of their own.
 OPTIONS = ("HAS_SMOOTHING", "SMOOTHING_MODE", "HAS_SOFTCAP")
-CHOICES = (*OPTIONS, "HAS_Z_LOSS", "HAS_ENTROPY", "MEAN")
+# All that say what a call asks for. The others say how it is cut.
+CHOICES = (
+    *(*OPTIONS, "HAS_Z_LOSS", "HAS_ENTROPY", "MEAN", "READS_IGNORED", "KEEPS_TARGET"),
+    *("SCAN", "NUM_TERMS", "NUM_MEANS", "KIND"),  # the terms of a divergence
+    *("IS_MAX", "REVERSE"),
+)
 # The dtypes of three kinds of scores of a chain, as of emissions, transitions and ends.
 MIXTURES = (
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),

@@ -36,8 +36,6 @@ SPILLED = {
     "chain_viterbi_kernel": 8,
     # In rows whose classes are not adjacent.
     "divergence_accumulate_kernel": 32,
-    # Statistics of the row, outside of the loop over blocks. With 64 registers, more programs run.
-    "token_stats_kernel": 16,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
     "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,

@@ -69,7 +69,7 @@ divergence_mixture_op = define_op(
     lambda logits, maximum, jsd, tv: maximum.new_empty(2, len(logits), jsd + tv),
 )
 divergence_local_gradient_op = define_op(
-    reference.divergence_local_gradient, lambda logits: torch.empty_like(logits)
+    reference.DIVERGENCE_KERNELS.divergence_local_gradient, lambda logits: torch.empty_like(logits)
 )
 
 

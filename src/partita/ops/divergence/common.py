@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift
+from ...primitives.rows import finite_shift, laid_out_like
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype, integer_dtype
 from ...runtime.sizes import larger
@@ -286,6 +286,28 @@ class DivergenceKernels(NamedTuple):
             state = DivergenceState(rows, Sums(None, None, None))
             self.accumulate_mixture(logits, teacher_logits, state, 0, options)
         return result
+
+    def divergence_local_gradient(
+        self,
+        grad: Tensor,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor | None,
+        rows: DivergenceRows,
+        first: int,
+        classes: int,
+        options: TermOptions,
+    ) -> Tensor:
+        """Return the gradient of the logits `[M, C]` from `first` on, of `classes` in all.
+
+        The terms and statistics are those of all classes.
+        """
+        grad, labels = grad.contiguous(), None if target is None else target.long().contiguous()
+        rows = DivergenceRows(*(field.contiguous() for field in rows))
+        result = logits.new_empty(logits.shape)
+        place = (first, classes, options, result)
+        self.gradient(grad, logits, teacher_logits, labels, rows, *place)
+        return laid_out_like(result, logits)
 
 
 def origin_of_sums(maximum: Tensor, temperature: float, in_kernels: bool) -> Tensor:

@@ -407,23 +407,3 @@ def write_gradient(
 
 
 DIVERGENCE_KERNELS = DivergenceKernels(accumulate, accumulate_mixture, write_gradient)
-
-
-def divergence_local_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    teacher_logits: Tensor,
-    target: Tensor | None,
-    rows: DivergenceRows,
-    first: int,
-    classes: int,
-    options: TermOptions,
-) -> Tensor:
-    """Compute the gradient of the logits of the classes from `first` on, of `classes` in all.
-
-    The terms and statistics are those of all classes.
-    """
-    result = torch.empty_like(logits)
-    place = (first, classes, options, result)
-    write_gradient(grad, logits, teacher_logits, target, rows, *place)
-    return result

@@ -208,14 +208,13 @@ def linear_divergence(
         tensor(0.1233, grad_fn=<...>)
     """
     head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
+    head = head.of_call(logits_dtype)
     teacher = checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
     check_options(beta, mask, reduction, input, "input")
     numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
     options = divergence_options(*numbers)
     objective = Objective.of_divergence(options, mask, reduction)
-    head = head.of_call(logits_dtype)
-    teacher = head.beside(*teacher[:3])
     return _loss_of_heads(head, teacher, None, objective, options, memory_budget)[0]
 
 
@@ -287,6 +286,7 @@ def linear_distillation_loss(
         (tensor(0.2208, grad_fn=<...>), tensor(0.1233), tensor([0, 0]))
     """
     head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
+    head = head.of_call(logits_dtype)
     of_teacher = (teacher_input, teacher_weight, teacher_bias)
     teacher = checked_teacher(head, *of_teacher, same_classes=teacher_classes is None)
     mapped, of_all = None, None
@@ -297,7 +297,6 @@ def linear_distillation_loss(
     of_rows = (input, "input", target, mask, reduction)
     objective, options = checked_objective(weights, *of_rows, *numbers)
     check_budget(memory_budget)
-    head = head.of_call(logits_dtype)
     if mapped is not None:
         ids, penalty = mapped
         of_all = linear_token_stats(
@@ -310,9 +309,8 @@ def linear_distillation_loss(
         )
         bias = penalty.to(teacher.weight.dtype)
         bias = bias if teacher.bias is None else teacher.bias[ids] + bias
-        teacher = Head(teacher.input, teacher.weight[ids], bias)
-    teacher, labels = head.beside(*teacher[:3]), target if options.hard else None
-    call = (head, teacher, labels, objective, options, memory_budget)
+        teacher = head.beside(teacher.input, teacher.weight[ids], bias)
+    call = (head, teacher, target if options.hard else None, objective, options, memory_budget)
     return objective.result(*_loss_of_heads(*call), of_all, options.temperature)
 
 
@@ -376,7 +374,7 @@ def _loss_of_heads(
 def checked_teacher(
     head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, same_classes: bool = True
 ) -> Head:
-    """Return the teacher's tensors in the dtype of autocast; raise unless they fit the student's.
+    """Return the teacher's head in the dtype of autocast; raise unless it fits the student's.
 
     The results have no gradient. The vocabularies are the same unless the caller maps them.
     """
@@ -395,7 +393,7 @@ def checked_teacher(
     expected = (*input.shape[:-1], weight.shape[1])
     checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
     bias = None if bias is None else bias.detach()
-    return Head(hidden.detach(), weight.detach(), bias).rounded
+    return head.beside(hidden.detach(), weight.detach(), bias).rounded
 
 
 def linear_topk_divergence(
@@ -442,12 +440,10 @@ def linear_topk_divergence(
         >>> partita.linear_topk_divergence(torch.zeros(1, 2), torch.zeros(4, 2), teacher)
         tensor(0.7142)
     """
-    cast_and_check(input, linear_weight, linear_bias)
-    checks.temperature_and_softcap(temperature, softcap)
-    classes = len(linear_weight)
+    head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
+    classes = len(head.weight)
     check_teacher(teacher, input, "input", classes, beta, mask, reduction)
     needs_rest = teacher.indices.shape[-1] < classes
-    numbers = (temperature, softcap, IGNORED, memory_budget, logits_dtype, needs_rest, low_rank)
-    ids = ids_of_rows(teacher, mask)
-    logp = linear_logprobs_of(input, linear_weight, ids, linear_bias, *numbers)
+    call = (ids_of_rows(teacher, mask), temperature, softcap, IGNORED, memory_budget, needs_rest)
+    logp = linear_logprobs_of(head.of_call(logits_dtype), *call)
     return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -139,31 +139,26 @@ def linear_logprobs(
         >>> partita.linear_logprobs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([[2, 0]]))
         tensor([[-1.3863, -1.3863]])
     """
-    options = (linear_bias, temperature, softcap, ignore_index, memory_budget, logits_dtype)
-    return linear_logprobs_of(input, linear_weight, ids, *options, low_rank=low_rank)
+    head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
+    check_ids(ids, input, "input")
+    checks.python_int("ignore_index", ignore_index)
+    options = (temperature, softcap, ignore_index, memory_budget)
+    return linear_logprobs_of(head.of_call(logits_dtype), ids, *options)
 
 
 def linear_logprobs_of(
-    input: Tensor,
-    linear_weight: Tensor,
+    head: Head,
     ids: Tensor,
-    linear_bias: Tensor | None,
     temperature: float,
     softcap: float | None,
     ignore_index: int,
     memory_budget: int | None,
-    logits_dtype: torch.dtype | None,
     needs_rest: bool = False,
-    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
-    head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
-    check_ids(ids, input, "input")
-    checks.python_int("ignore_index", ignore_index)
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    head = head.of_call(logits_dtype)
     if takes_all_logits([head], ids, memory_budget):
         return logprobs_of(all_logits(head), ids, *numbers, needs_rest)
     flat, head = ids[None].flatten(0, -2).contiguous(), head.flat.aligned

@@ -7,7 +7,6 @@ merges them into the same statistics, bit for bit.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,14 +65,14 @@ def _gradient_fake(logits: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def _gpu() -> ModuleType:
+def _gpu() -> tuple[Any, ...]:
     from .gpu import launch
 
-    return launch
+    return launch, launch.RANK_KERNELS
 
 
 define_op = functools.partial(register.define, gpu=_gpu)
-parallel_state = define_op(reference.parallel_state, _state_fake, name="parallel_state")
+parallel_state = define_op(reference.RANK_KERNELS.parallel_state, _state_fake)
 parallel_fields = define_op(
     reference.parallel_fields,
     lambda gathered, needs_smoothing, needs_entropy: empty_statistics(
@@ -81,14 +80,13 @@ parallel_fields = define_op(
     ),
 )
 parallel_coefficients = define_op(reference.parallel_coefficients, _coefficients_fake)
-parallel_gradient = define_op(reference.parallel_gradient, _gradient_fake, name="parallel_gradient")
+parallel_gradient = define_op(reference.RANK_KERNELS.parallel_gradient, _gradient_fake)
 parallel_entries = define_op(
-    reference.parallel_entries,
+    reference.RANK_KERNELS.parallel_entries,
     lambda logits, ids: logits.new_empty(ids.shape, dtype=acc_dtype(logits.dtype)),
-    name="parallel_entries",
 )
 parallel_entries_gradient = define_op(
-    reference.parallel_entries_gradient, _gradient_fake, name="parallel_entries_gradient"
+    reference.RANK_KERNELS.parallel_entries_gradient, _gradient_fake
 )
 
 

@@ -41,7 +41,7 @@ from ..divergence.common import (
 from ..linear_heads.autograd import rows_linear
 from ..linear_heads.common import Head, RowOptions, checked_head, counted_rows
 from ..linear_heads.low_rank import LowRank, with_low_rank
-from ..linear_heads.products import without_padding
+from ..linear_heads.products import in_blocks, without_padding
 from ..logprobs.common import check_ids
 from .autograd import (
     merged_statistics,
@@ -319,11 +319,11 @@ def divergence(
         tensor(0.1308)
         >>> dist.destroy_process_group()
     """
-    shard = _shard_of_pair(logits, teacher_logits, group, classes)
+    pair = _pair_of_logits(logits, teacher_logits, group, classes)
     check_options(beta, mask, reduction, logits, "logits")
     options = divergence_options(float(beta), *checks.temperature_and_softcap(temperature, softcap))
-    rows = _rows_of_logits(logits, teacher_logits, None, shard, options)
-    return Objective.of_divergence(options, mask, reduction).loss(rows.terms)
+    objective = Objective.of_divergence(options, mask, reduction)
+    return objective.loss(pair.rows(None, options).terms)
 
 
 def distillation_loss(
@@ -381,24 +381,24 @@ def distillation_loss(
         (tensor(0.6931), tensor(0.1308), tensor(0.4120))
         >>> dist.destroy_process_group()
     """
-    shard = _shard_of_pair(logits, teacher_logits, group, classes)
+    pair = _pair_of_logits(logits, teacher_logits, group, classes)
     _refuse_teacher_classes(teacher_classes, "teacher_logits[..., ids]")
     numbers = (ignore_index, beta, temperature, scale_by_temperature_squared, softcap)
     of_rows = (logits, "logits", target, mask, reduction)
     objective, options = checked_objective(weights, *of_rows, *numbers)
-    rows = _rows_of_logits(logits, teacher_logits, target, shard, options)
+    rows = pair.rows(target, options)
     return objective.result(objective.loss(rows.terms), rows, None, options.temperature)
 
 
-def _shard_of_pair(
+def _pair_of_logits(
     logits: Tensor, teacher_logits: Tensor, group: dist.ProcessGroup | None, classes: Classes
-) -> VocabShard:
-    """Return the shard of both logits; raise unless they fit each other."""
-    shard, _ = checked_rows(logits, group, classes)
+) -> Pair:
+    """Return the pair of logits `[..., C_local]`; raise unless they fit each other."""
+    shard, rows = checked_rows(logits, group, classes)
     checks.floating("teacher_logits", teacher_logits)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
     checks.shape("teacher_logits", teacher_logits, logits.shape, "logits.shape")
-    return shard
+    return Pair(rows, teacher_logits[None].flatten(0, -2), shard, False, logits.shape[:-1])
 
 
 def _refuse_teacher_classes(teacher_classes: Tensor | None, selected: str) -> None:
@@ -409,34 +409,33 @@ def _refuse_teacher_classes(teacher_classes: Tensor | None, selected: str) -> No
         )
 
 
-def _rows_of_logits(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    target: Tensor | None,
-    shard: VocabShard,
-    options: TermOptions,
-) -> DivergenceRows:
-    """Return the terms of rows `[..., C_local]`, fields `[...]`."""
-    x, t = logits[None].flatten(0, -2), teacher_logits[None].flatten(0, -2)
-    labels = target.reshape(-1) if options.hard and target is not None else None
-    rows = _terms_of_rows(x, t, labels, shard, options)
-    return DivergenceRows(*(without_padding(field, logits.shape[:-1], False) for field in rows))
+class Pair(NamedTuple):
+    """This rank's logits of student and teacher, `[M, C_local]`, and what their rows stand for.
 
+    Fields:
+        logits, teacher_logits: the logits.
+        shard: their classes.
+        invariant: whether the rows may fill whole blocks, as those of heads in that mode do.
+        shape: the shape of the rows that a user has.
+    """
 
-def _terms_of_rows(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    target: Tensor | None,
-    shard: VocabShard,
-    options: TermOptions,
-) -> DivergenceRows:
-    """Return the terms of each row of logits `[M, C_local]`."""
-    if target is not None:
-        checks.labels("target", target, shard.classes, options.ignore_index)
-        target = target.long()
-    pair = in_common_precision(logits, teacher_logits), teacher_logits.detach()
-    call = (*pair, target, options, shard, current_backend())
-    return DivergenceRows(*ParallelDivergence.apply(*call))
+    logits: Tensor
+    teacher_logits: Tensor
+    shard: VocabShard
+    invariant: bool
+    shape: torch.Size
+
+    def rows(self, target: Tensor | None, options: TermOptions) -> DivergenceRows:
+        """Return the terms of each row, fields `[...]`."""
+        labels = None
+        if options.hard and target is not None:
+            labels = in_blocks(target.reshape(-1).long(), self.invariant, options.ignore_index)
+            checks.labels("target", labels, self.shard.classes, options.ignore_index)
+        logits = in_common_precision(self.logits, self.teacher_logits)
+        call = (logits, self.teacher_logits.detach(), labels, options, self.shard)
+        found = ParallelDivergence.apply(*call, current_backend())
+        fields = (without_padding(each, self.shape, self.invariant) for each in found)
+        return DivergenceRows(*fields)
 
 
 def linear_divergence(
@@ -490,11 +489,11 @@ def linear_divergence(
         >>> dist.destroy_process_group()
     """
     heads = (input, linear_weight, teacher_input, teacher_weight, linear_bias, teacher_bias)
-    pair = _logits_of_heads(*heads, group, classes, logits_dtype, low_rank)
+    pair = _pair_of_heads(*heads, group, classes, logits_dtype, low_rank)
     check_options(beta, mask, reduction, input, "input")
     options = divergence_options(float(beta), *checks.temperature_and_softcap(temperature, softcap))
-    rows = _rows_of_heads(input, pair, None, options)
-    return Objective.of_divergence(options, mask, reduction).loss(rows.terms)
+    objective = Objective.of_divergence(options, mask, reduction)
+    return objective.loss(pair.rows(None, options).terms)
 
 
 def linear_distillation_loss(
@@ -563,19 +562,15 @@ def linear_distillation_loss(
     """
     _refuse_teacher_classes(teacher_classes, "teacher_weight[ids]")
     heads = (input, linear_weight, teacher_input, teacher_weight, linear_bias, teacher_bias)
-    pair = _logits_of_heads(*heads, group, classes, logits_dtype, low_rank)
+    pair = _pair_of_heads(*heads, group, classes, logits_dtype, low_rank)
     numbers = (ignore_index, beta, temperature, scale_by_temperature_squared, softcap)
     of_rows = (input, "input", target, mask, reduction)
     objective, options = checked_objective(weights, *of_rows, *numbers)
-    rows = _rows_of_heads(input, pair, target, options)
+    rows = pair.rows(target, options)
     return objective.result(objective.loss(rows.terms), rows, None, options.temperature)
 
 
-# The logits of student and teacher `[M, C_local]`, their shard, and the student's head.
-Pair = tuple[Tensor, Tensor, VocabShard, Head]
-
-
-def _logits_of_heads(
+def _pair_of_heads(
     input: Tensor,
     linear_weight: Tensor,
     teacher_input: Tensor,
@@ -587,7 +582,7 @@ def _logits_of_heads(
     logits_dtype: torch.dtype | None,
     low_rank: LowRank | None,
 ) -> Pair:
-    """Return the logits of two heads; raise unless they fit each other."""
+    """Return the pair of logits of two heads; raise unless they fit each other."""
     logits, shard, head = _local_logits(
         input, linear_weight, linear_bias, "", group, classes, logits_dtype, low_rank
     )
@@ -602,19 +597,7 @@ def _logits_of_heads(
     )
     expected = (*input.shape[:-1], teacher_weight.shape[1])
     checks.shape("teacher_input", teacher_input, expected, "the rows of input and K")
-    return logits, teacher_logits, shard, head
-
-
-def _rows_of_heads(
-    input: Tensor, pair: Pair, target: Tensor | None, options: TermOptions
-) -> DivergenceRows:
-    """Return the terms of hidden states `[..., H]`, fields `[...]`."""
-    logits, teacher_logits, shard, head = pair
-    labels = None
-    if options.hard and target is not None:
-        labels = head.in_blocks(target.reshape(-1).long(), options.ignore_index)
-    rows = _terms_of_rows(logits, teacher_logits, labels, shard, options)
-    return DivergenceRows(*(head.of_tokens(field, input.shape[:-1]) for field in rows))
+    return Pair(logits, teacher_logits, shard, head.invariant, input.shape[:-1])
 
 
 def logprobs(

@@ -6,8 +6,6 @@ them into the statistics of its rows and the coefficients of its gradient.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -21,13 +19,10 @@ from ..linear_heads.common import (
     StatisticsGrads,
 )
 from ..linear_heads.reference import KERNELS, gradient_coefficients, row_statistics
-from .common import gradient_of_ids, gradient_of_logits, logits_of_ids, pack_state
+from .common import RankKernels
 from .shard import sum_in_rank_order
 
-parallel_state = functools.partial(pack_state, kernels=KERNELS)
-parallel_gradient = functools.partial(gradient_of_logits, kernels=KERNELS)
-parallel_entries = functools.partial(logits_of_ids, kernels=KERNELS)
-parallel_entries_gradient = functools.partial(gradient_of_ids, kernels=KERNELS)
+RANK_KERNELS = RankKernels(KERNELS)
 
 
 def parallel_fields(

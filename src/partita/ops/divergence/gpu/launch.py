@@ -220,24 +220,6 @@ def divergence(
     return found
 
 
-def divergence_local_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    teacher_logits: Tensor,
-    target: Tensor | None,
-    rows: DivergenceRows,
-    first: int,
-    classes: int,
-    options: TermOptions,
-) -> Tensor:
-    """Compute the gradient of some classes' logits from the statistics of the rows."""
-    x, t, labels = _rows(logits), _rows(teacher_logits), _labels(target)
-    dlogits = x.new_empty(x.shape)
-    place = (first, classes, options, dlogits)
-    write_gradient(_flat(grad, logits), x, t, labels, _flat_rows(rows, logits), *place)
-    return laid_out_like(dlogits.view(logits.shape), logits)
-
-
 def divergence_backward(
     grad: Tensor,
     logits: Tensor,
@@ -247,8 +229,11 @@ def divergence_backward(
     options: TermOptions,
 ) -> Tensor:
     """Compute the gradient of the student's logits from the statistics of the rows."""
-    of_rows = (grad, logits, teacher_logits, target, rows)
-    return divergence_local_gradient(*of_rows, 0, logits.shape[-1], options)
+    x, t = _rows(logits), _rows(teacher_logits)
+    of_rows = (_flat(grad, logits), x, t, _labels(target), _flat_rows(rows, logits))
+    place = (0, x.shape[1], options)
+    dlogits = DIVERGENCE_KERNELS.divergence_local_gradient(*of_rows, *place)
+    return laid_out_like(dlogits.view(logits.shape), logits)
 
 
 def divergence_one_pass(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from ....primitives.gpu.target import MAX_SPLITS, Target
-from ....runtime.caches import register_cache
 from ....runtime.sizes import cdiv, next_power_of_2
 
 # What a program has of each of both rows. The parts of the programs of a multiprocessor then stay
@@ -36,7 +34,6 @@ class MixturePlan(NamedTuple):
     blocks: int
 
 
-@functools.lru_cache(maxsize=4096)
 def mixture_plan(classes: int) -> MixturePlan | None:
     """Return the plan of rows of 16-bit logits in whole vectors, or None where another serves them.
 
@@ -56,9 +53,6 @@ def mixture_plan(classes: int) -> MixturePlan | None:
     return None
 
 
-register_cache("divergence.gpu.plan.mixture_plans", mixture_plan.cache_clear)
-
-
 class OnePassPlan(NamedTuple):
     """The programs that share a row of both logits.
 
@@ -76,7 +70,6 @@ class OnePassPlan(NamedTuple):
     num_warps: int
 
 
-@functools.lru_cache(maxsize=4096)
 def one_pass_plan(classes: int, itemsize: int, target: Target) -> OnePassPlan | None:
     """Return the plan of rows of adjacent classes, or None if two passes serve them.
 
@@ -94,6 +87,3 @@ def one_pass_plan(classes: int, itemsize: int, target: Target) -> OnePassPlan | 
     per_program = cdiv(cdiv(classes, splits), block) * block
     num_warps = max(1, block * itemsize // 1024)
     return OnePassPlan(block, cdiv(classes, per_program), per_program, num_warps)
-
-
-register_cache("divergence.gpu.plan.one_pass_plans", one_pass_plan.cache_clear)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -24,15 +22,12 @@ from ...linear_heads.common import (
     empty_statistics,
 )
 from ...linear_heads.gpu.launch import KERNELS
-from ..common import gradient_of_ids, gradient_of_logits, logits_of_ids, pack_state
+from ..common import RankKernels
 from .merge import parallel_coefficients_kernel, parallel_fields_kernel
 from .one_pass import parallel_row_kernel
 from .plan import RankMemory, row_split, slots_per_row
 
-parallel_state = functools.partial(pack_state, kernels=KERNELS)
-parallel_gradient = functools.partial(gradient_of_logits, kernels=KERNELS)
-parallel_entries = functools.partial(logits_of_ids, kernels=KERNELS)
-parallel_entries_gradient = functools.partial(gradient_of_ids, kernels=KERNELS)
+RANK_KERNELS = RankKernels(KERNELS)
 
 
 def parallel_fields(
