@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +129,7 @@ class NgramCase(Case):
     sentences: int
 
     sizes = ("words", "sentences")
+    shrinks: ClassVar[Mapping[str, int]] = {"sentences": 1}
     scores = "words"
     unit = "nats"
 
