@@ -236,3 +236,12 @@ def test_meta_tensors() -> None:
     )
     loss.backward()
     assert (loss.shape, x.grad.shape) == ((), (4, 7))
+
+
+def test_dynamo_traces_the_choice_of_a_table() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if _backend.resolve("auto", GPU, has_cpu=False) == "gpu" else x
+
+    expected = 1.0 if _backend.has_triton() else 0.0
+    assert chosen(torch.zeros(())) == expected

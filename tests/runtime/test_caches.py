@@ -47,7 +47,6 @@ def test_names_are_unique() -> None:
 
 def test_the_caches_of_the_runtime_are_registered() -> None:
     assert {
-        "runtime.backend.has_triton",
         "runtime.backend.numba_problem",
         "runtime.constants",
         "runtime.register.softmax",

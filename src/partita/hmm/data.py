@@ -215,7 +215,9 @@ def k_means(points: Tensor, centers: int, runs: int, random: Any, steps: int = 2
         size = members.sum(1)[..., None]
         found = torch.where(size > 0, members.mT @ points / size.clamp(min=1), found)
     inertia = _squares(points, found).amin(-1).sum(1)
-    return found[inertia.argmin()]
+    # Runs find the same centers in other orders, and rounding must not choose among these.
+    is_best = inertia <= inertia.min() * (1 + 1e-4)
+    return found[is_best.to(torch.uint8).argmax()]
 
 
 def _squares(points: Tensor, centers: Tensor) -> Tensor:

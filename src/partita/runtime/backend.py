@@ -99,10 +99,13 @@ def current_backend() -> str:
     return _known(variable, "PARTITA_BACKEND") if variable else "auto"
 
 
-@functools.cache
+# This is known from the import on, since Dynamo traces no search for a package.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
     """Return whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 @functools.cache
@@ -147,7 +150,6 @@ def _without_numba() -> Table:
     return "reference"
 
 
-register_cache("runtime.backend.has_triton", has_triton.cache_clear)
 register_cache("runtime.backend.numba_problem", numba_problem.cache_clear)
 register_cache("runtime.backend.warned_about_numba", _without_numba.cache_clear)
 
