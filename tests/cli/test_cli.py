@@ -139,7 +139,7 @@ def test_the_ops_of_info_are_all() -> None:
         "integrations",
         "linear_cross_entropy_plan",
         "linear_rnnt_plan",
-        "stitch",
+        *("stitch", "rnnt_greedy_search", "rnnt_beam_search"),
         "word_spans",
         *tables,
     )

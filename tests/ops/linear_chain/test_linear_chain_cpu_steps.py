@@ -8,7 +8,7 @@ pytest.importorskip("numba")
 import numba
 
 import partita
-from partita.ops.linear_chain.cpu import dense, scans
+from partita.ops.linear_chain.cpu import scans
 from partita.primitives.cpu.vectors import WIDTH, pointer_to
 
 rng = np.random.default_rng(0)
@@ -68,51 +68,3 @@ def test_counts_are_those_of_the_reference_for_ragged_lengths() -> None:
     ours, expected = gradients("numba"), gradients("reference")
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(ours, gradients("numba"), strict=True))
-
-
-def constrained(scheme: str, types: int) -> torch.Tensor:
-    """Return transitions between the tags of a scheme, -inf where one may not follow another."""
-    labels = ["O", *(f"{p}-{i}" for i in range(types) for p in scheme if p != "O")]
-    crf = partita.nn.CRF(len(labels), labels=labels, constraints=scheme)
-    return crf.double().chain(torch.zeros(2, 1, len(labels)).double()).transitions.detach()
-
-
-# Tags among which a state that underflows may be the only one that is reached from.
-ABSORBING = torch.full((4, 4), -torch.inf, dtype=torch.float64).fill_diagonal_(0.0)
-
-
-@pytest.mark.parametrize(
-    "transitions, scale, is_linear",
-    [
-        (constrained("BIO", 1), 1.0, True),
-        (constrained("BIO", 4), 10.0, True),
-        (constrained("BIOES", 4), 5.0, True),
-        (constrained("BIOES", 20), 1.0, True),
-        (constrained("BIO", 4), 1000.0, False),
-        (ABSORBING, 10.0, False),
-    ],
-)
-def test_forbidden_transitions_are_zeros_where_no_state_underflows(
-    transitions: torch.Tensor, scale: float, is_linear: bool
-) -> None:
-    T, N, C = 41, 6, len(transitions)
-    lengths = torch.tensor([41, 1, 2, 3, 30, 41])
-    scores = [scale * torch.randn(T, N, C).double(), transitions]
-    scores += [torch.randn(N, C).double() for _ in range(2)]
-    scores[2][:, 1] = scores[3][:, C - 1] = -torch.inf
-    weights = torch.randn(N).double()
-    padded = [*scores]
-    padded[0] = scores[0].clone()
-    padded[0][torch.arange(T)[:, None] >= lengths] = torch.nan
-    assert dense.is_linear(dense.LinearChainPotentials(*padded, lengths)) == is_linear
-
-    def results(backend: str, scores: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in scores]
-        with partita.backend(backend):
-            logz = partita.linear_chain(*leaves, lengths=lengths).logz()
-            return logz, *torch.autograd.grad((logz * weights).sum(), leaves)
-
-    ours, expected = results("numba", padded), results("reference", scores)
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
-    clean = results("numba", scores)
-    assert all(torch.equal(a, b) for a, b in zip(ours, clean, strict=True))

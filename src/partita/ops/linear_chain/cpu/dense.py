@@ -6,7 +6,6 @@ sparse chains serve the rest: for them a sequence of T tokens is a chain of T - 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -41,49 +40,20 @@ from ..common import LinearChainPotentials, LinearChainValues
 from .scans import dense_arrays, forward_kernel, gradient_kernel, join_kernel
 
 MAX_SPAN = 300.0  # nats; a state that underflows is then improbable by e**-100
-MOST_STEPS = 3  # from a tag to any other one in the scheme BIOES
 MAX_GROUPS = 64  # sums over the sequences that run side by side
 FP64: Any = {"dtype": torch.float64, "device": "cpu"}
 NO_ROWS = np.empty((0, 0, 0))
 
 
-def is_linear(chain: LinearChainPotentials) -> bool:
-    """Return whether linear arithmetic loses no state that counts.
+def is_linear(transitions: Tensor) -> bool:
+    """Return whether the transitions are constant and span few enough nats.
 
-    Constant transitions that span few nats lose none. Where some are forbidden, a state that
-    underflows may be the only one that goes on as the constraints allow. But if each state leads
-    to each in S steps, a state that can be reached is below the best one of its token by at most S
-    times the span of the other scores, and by that of the ends. If that is little, none underflows.
+    Nothing else may decide: the bits of a sequence do not depend on the scores of others.
     """
-    transitions = chain.transitions.detach()
     if transitions.ndim > 2 or not transitions.numel():
         return False
-    low, high = transitions.aminmax()
-    if float(high) - float(low) <= MAX_SPAN:  # False for NaN and infinities
-        return True
-    reached = allowed = (transitions > -torch.inf).float()
-    for steps in range(2, MOST_STEPS + 1):
-        reached = (reached @ allowed > 0).float()
-        if reached.all():
-            return _span(chain, steps) <= MAX_SPAN  # False for NaN
-    return False
-
-
-def _span(chain: LinearChainPotentials, steps: int) -> float:
-    """Return how many nats a state that can be reached is below the best one of its token."""
-    emissions, (T, N, C) = chain.emissions.detach(), chain.emissions.shape
-    if chain.lengths is not None:
-        past = torch.arange(T)[:, None] >= lengths_of(chain.lengths, 1, T, N)[0]
-        emissions = emissions.masked_fill(past[..., None], 0.0)
-    low, high = emissions.aminmax() if emissions.numel() else (0.0, 0.0)
-    total = steps * (float(high) - float(low) + math.log(C))
-    for scores, times in ((chain.transitions, steps), (chain.start, 1), (chain.end, 1)):
-        if scores is not None and scores.numel():
-            scores = scores.detach()
-            high = scores.max()
-            low = scores.masked_fill(scores == -torch.inf, float(high)).min()
-            total += times * (float(high) - float(low))
-    return total
+    low, high = transitions.detach().aminmax()
+    return float(high) - float(low) <= MAX_SPAN  # False for NaN and infinities
 
 
 def dense_batch(chain: LinearChainPotentials) -> tuple[ChainBatch, Tensor, Tensor]:
@@ -116,7 +86,7 @@ def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor,
     """Return log Z in fp64 and in the dtype of results, and the states for its gradient."""
     T, N, C = chain.emissions.shape
     tokens, invalid = lengths_of(chain.lengths, 1, T, N)
-    if is_linear(chain):
+    if is_linear(chain.transitions):
         saved = empty_batch((T if save else 0, N, C))
         result = _join_halves(dense_arrays(chain, tokens), saved)
     else:
@@ -197,7 +167,7 @@ def linear_chain_gradient(
     emissions, transitions, start, end, lengths = chain
     T, N, C = emissions.shape
     tokens, invalid = lengths_of(lengths, 1, T, N)
-    failed, linear = logz.isnan(), is_linear(chain)
+    failed, linear = logz.isnan(), is_linear(transitions)
     upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
     upstream = upstream.masked_fill(logz == -torch.inf, 0.0).contiguous()
     per_sequence = per_sequence and transitions.ndim == 2
@@ -249,11 +219,10 @@ def expectation_of_symbols(
     token. The arguments and results are those of `autograd.expectation_of_symbols`.
     """
     (N, T), (K, C) = symbols.shape, table.shape
-    chain = LinearChainPotentials(table[:, None], transitions, start, None, None)
-    if not is_linear(chain):
+    if not is_linear(transitions):
         return None
     tokens, no_rows = lengths_of(lengths, 1, T, N)[0], table.new_empty(0, N, C)
-    arrays = dense_arrays(chain._replace(emissions=no_rows), tokens)
+    arrays = dense_arrays(LinearChainPotentials(no_rows, transitions, start, None, None), tokens)
     maxima, width = table.amax(1), arrays.weights.shape[2]
     rows = torch.zeros((K, width), **FP64)
     rows[:, :C] = (table - maxima.masked_fill(maxima == -torch.inf, 0.0)[:, None]).exp()
@@ -301,7 +270,7 @@ def linear_chain_sample(chain: LinearChainPotentials, uniforms: Tensor) -> Tenso
     T, N, C = chain.emissions.shape
     batch, tokens, invalid = dense_batch(chain)
     alpha, logz, k = empty_batch((T, N, C)), np.empty(N), uniforms.shape[1]
-    if is_linear(chain):
+    if is_linear(chain.transitions):
         arrays = dense_arrays(chain, tokens)
         # Alpha has the last token's end here. The scale of a token's states changes no draw.
         _scan_halves(arrays._replace(middle=arrays.lengths), alpha)
