@@ -548,6 +548,8 @@ def gradient_kernel(
         tokens, rows = length - middle if forward else middle, n * saved.shape[1]
         starts = first - by >= length  # a sequence of one token has no beta
         if not starts:
+            for c in range(width):  # the padding may have the NaN of another sequence
+                states[0, c] = 0.0
             load_states(saved, rows + first - by, by, states[:1])
         for k in range(0, tokens, BLOCK):
             t, K = first + k * by, min(BLOCK, tokens - k)
