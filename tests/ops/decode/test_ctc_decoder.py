@@ -260,6 +260,37 @@ def test_weights_can_be_set(model: NgramLM) -> None:
     assert float(decoder(x).lm_scores) == -3.0 * words
 
 
+def test_the_boundary_of_sentences_can_be_set(model: NgramLM) -> None:
+    x, decoder = drawn(12, 4), CTCDecoder(LABELS, language_model=model)
+    decoder(x)
+    decoder.score_boundary = False
+    fresh = CTCDecoder(LABELS, language_model=model, score_boundary=False)
+    same(decoder(x), fresh(x), 0.0)
+
+
+@pytest.mark.parametrize("phrases", [["b"], ["b", "bb"]])
+def test_a_phrase_of_one_symbol_counts(phrases: list[str]) -> None:
+    x = torch.tensor([[[0.1, 0.5, 0.3, 0.1]]]).log()
+    decoder = CTCDecoder(["", "a", "b", " "])
+    boost = PhraseBoost(phrases, decoder.labels, 5.0)
+    found = decoder(x, boost=boost)
+    assert found.text == [["b"]]
+    assert found.lm_scores.tolist() == [[5.0]]
+    with partita.backend("reference"):
+        same(found, decoder(x, boost=boost), 1e-9)
+
+
+@pytest.mark.parametrize("length", [-3, 10**11])
+def test_a_stream_survives_an_invalid_length(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    stream = CTCDecoder(LABELS).stream(2)
+    x = drawn(6, 4, N=2)
+    stream.feed(x, [length, 6])
+    found = stream.result()
+    assert found.hypotheses.scores[0].isnan().all()
+    assert found.text[1] == CTCDecoder(LABELS)(x).text[1]
+
+
 class Uniform:
     """A language model that knows two words, which are equally probable after anything."""
 

@@ -122,6 +122,18 @@ def test_two_runs_give_the_same_bits_and_neighbours_do_not_matter() -> None:
         assert torch.equal(a[1:], b[1:])
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_nan_in_some_frames_stays_in_its_sequence(seed: int) -> None:
+    """Labels that may not follow are no better beside NaN."""
+    network = transducer(durations=(0, 1, 3), seed=seed)
+    expected = network.search(rnnt_beam_search)
+    poisoned = network.encoder.clone()
+    poisoned[0, seed % poisoned.shape[1]] = torch.nan
+    found = network._replace(encoder=poisoned).search(rnnt_beam_search)
+    for a, b in zip(found[:-1], expected[:-1], strict=True):
+        assert torch.equal(a[1:], b[1:])
+
+
 def test_without_frames_there_are_no_tokens() -> None:
     network = transducer(lengths=(0, 0, 3))
     found = network.search(rnnt_beam_search, nbest=2)

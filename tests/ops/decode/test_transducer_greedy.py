@@ -249,6 +249,19 @@ def test_an_invalid_length_has_no_tokens() -> None:
     assert torch.equal(wrong.tokens[0], found.tokens[0])
 
 
+def test_a_state_that_is_no_tensor_is_refused() -> None:
+    network = transducer()
+
+    class Counting:
+        state_dims = 0
+
+        def __call__(self, tokens: torch.Tensor, state: Any) -> Any:
+            return torch.zeros(len(tokens), 4), {"position": 1 + (state or {}).get("position", 0)}
+
+    with pytest.raises(TypeError, match=r"^predict: expected tensors, .* got int$"):
+        network._replace(predict=Counting()).search(rnnt_greedy_search)
+
+
 def test_wrong_arguments_are_named(model: NgramLM) -> None:
     network = transducer()
 

@@ -312,10 +312,12 @@ class CTCDecoder:
         self, N: int, boost: Boosts, hotwords: Iterable[str], weight: float
     ) -> list[tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]]:
         """Return the boosted words and phrases of each sequence as symbols."""
-        checks.number("hotword_weight", weight, low=-INF)
+        checks.number("hotword_weight", weight, low=-INF, open_low=True)
         words = _checked_words("hotwords", hotwords)
         if words and self._vocabulary.by_token:
             raise ValueError('hotwords: expected unit="word"; boost takes phrases of tokens')
+        if not (boost is None or isinstance(boost, (PhraseBoost, Iterable))):
+            raise TypeError(f"boost: expected PhraseBoosts, got {type(boost).__name__}")
         boosts = [boost] * N if isinstance(boost, PhraseBoost) or boost is None else list(boost)
         if len(boosts) != N:
             raise ValueError(f"boost: expected {N} of them, got {len(boosts)}")
@@ -332,11 +334,12 @@ class CTCDecoder:
     def _cpu_tables(self) -> Any:
         from .cpu.text_beam import tables_of
 
-        if self._tables is None:
+        if self._tables is None or self._tables[0] != self.score_boundary:
             lexicon = build_lexicon(self._vocabulary, self._words, self._only)
             others = self._only, self.score_boundary
-            self._tables = tables_of(self._vocabulary, self._words, lexicon, *others)
-        return self._tables
+            tables = tables_of(self._vocabulary, self._words, lexicon, *others)
+            self._tables = self.score_boundary, tables
+        return self._tables[1]
 
 
 class CTCStream:
@@ -449,7 +452,8 @@ class CTCStream:
         """
         steps, counts = self.decoder._checked_steps(log_probs, lengths, self.N)
         self._search.advance(steps, counts, collects=True)
-        self._steps = [a + b for a, b in zip(self._steps, counts.tolist(), strict=True)]
+        fed = counts.clamp(0, len(steps)).tolist()  # a length out of range gives NaN
+        self._steps = [a + b for a, b in zip(self._steps, fed, strict=True)]
 
     def partial(self) -> list[PartialText]:
         """Return the best text of each sequence so far, and how much of it is final.
@@ -589,8 +593,9 @@ def _checked_labels(labels: Sequence[str], blank: int) -> list[str]:
 
 def _checked_words(name: str, words: Iterable[str]) -> list[str]:
     """Return words as a list."""
-    if isinstance(words, str):
-        raise TypeError(f"{name}: expected words, got one string")
+    if isinstance(words, str) or not isinstance(words, Iterable):
+        got = "one string" if isinstance(words, str) else type(words).__name__
+        raise TypeError(f"{name}: expected words, got {got}")
     found = list(words)
     for i, word in enumerate(found):
         if not isinstance(word, str):

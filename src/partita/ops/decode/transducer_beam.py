@@ -133,13 +133,15 @@ def extensions_of(
     top, labels = ranks.topk(min(W, V - 1), dim=2)
     tokens = torch.cat([torch.full_like(labels[..., :1], blank), labels], 2)
     token_scores = log_probs.gather(2, tokens)[..., None] + log_durations[:, :, None]
-    gains = torch.cat([log_probs[..., blank, None], top], 2)[..., None] + log_durations[:, :, None]
+    of_tokens = torch.cat([log_probs[..., blank, None], top], 2)[..., None]
+    gains = of_tokens + log_durations[:, :, None]
     move = torch.cat([moves[:1], moves[1:].expand(labels.shape[2], -1)])  # [1 + labels, D]
     frames = beam.frames[..., None, None] + move
     ends, is_blank = frames == lengths[:, None, None, None], (tokens == blank)[..., None]
     gains = gains + torch.where(ends, ending[..., None, None], 0.0)
     possible = (move >= 0) & ((frames < lengths[:, None, None, None]) | (ends & is_blank))
-    possible = possible & (beam.scores != -torch.inf)[..., None, None]
+    # What is impossible stays so beside NaN, of which the sum would be NaN.
+    possible = possible & (beam.scores != -torch.inf)[..., None, None] & (of_tokens != -torch.inf)
     scores, best = (
         torch.where(possible, x[..., None, None] + gains, -torch.inf)
         for x in (beam.scores, beam.best)

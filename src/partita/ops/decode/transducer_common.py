@@ -88,7 +88,12 @@ def map_leaves(function: Callable[..., Tensor], dims: Any, *states: Any) -> Any:
     if isinstance(first, (list, tuple)):
         parts = [part(i) for i in range(len(first))]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    return first
+    if first is None:
+        return None
+    raise TypeError(
+        "predict: expected tensors, None, or lists, tuples and dictionaries of them in the state,"
+        f" got {type(first).__name__}"
+    )
 
 
 def select_rows(mask: Tensor, new: Any, old: Any, dims: Any = 0) -> Any:

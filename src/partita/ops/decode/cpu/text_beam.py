@@ -168,7 +168,7 @@ def log_prob_of(model: Any, context: int, word: int) -> tuple[float, int]:
 @jit_in_place
 def follow(arcs: Any, state: int, symbol: int) -> tuple[float, int]:
     """Return what a symbol adds after a state of an automaton, and the state that follows."""
-    if len(arcs.pairs) == 1:
+    if len(arcs.credits) == 1:  # no phrases
         return 0.0, 0
     place = find(arcs.pairs, ZERO, len(arcs.pairs), state * len(arcs.start_targets) + symbol)
     if place >= 0:
