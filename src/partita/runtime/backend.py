@@ -100,7 +100,10 @@ def current_backend() -> str:
 
 
 # This is known from the import on, since Dynamo traces no search for a package.
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+try:
+    _HAS_TRITON = importlib.util.find_spec("triton") is not None
+except ImportError:  # of a hook that hides packages
+    _HAS_TRITON = False
 
 
 def has_triton() -> bool:
