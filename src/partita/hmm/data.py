@@ -11,7 +11,7 @@ from torch import Tensor
 from ..runtime.lengths import Lengths, as_lengths
 
 ROWS = 512  # of one product in a sum of products
-MANY = 2**16  # rows, more than restarts that a CPU has as one batch may have
+MANY = 2**16  # rows from which on NumPy has the memory; restarts in one batch have fewer on a CPU
 
 
 class Batch(NamedTuple):

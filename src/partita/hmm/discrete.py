@@ -143,7 +143,7 @@ class CategoricalHMM(BaseHMM):
         if symbols.is_cpu:
             counts = counts.index_add(0, symbols, posteriors)
         else:
-            # Of the ways to add rows by their index, this one adds in the same order in every run.
+            # Unlike index_add, this adds rows in the same order in every run on a GPU.
             counts = counts.index_put((symbols,), posteriors, accumulate=True)
         return {"counts": counts[:-1].T}
 

@@ -86,6 +86,17 @@ def python_int(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
 
 
+def python_ints(name: str, values: Any) -> Sequence[int]:
+    """Return a sequence of integers, or raise `TypeError`; a tensor becomes a list."""
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name}: expected a sequence of integers, got {type(values).__name__}")
+    for value in values:
+        python_int(name, value)
+    return values
+
+
 def dimension(name: str, dim: Any, ndim: int) -> int:
     """Return the index of a dimension counted from the front, or raise `IndexError`."""
     python_int(name, dim)

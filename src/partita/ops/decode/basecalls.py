@@ -1,4 +1,4 @@
-"""What decoding of CTC-CRF returns, and how it becomes text with qualities."""
+"""The results of decoding CTC-CRF, and their conversion to text with qualities."""
 
 from __future__ import annotations
 

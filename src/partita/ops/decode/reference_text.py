@@ -55,7 +55,7 @@ def merged(endings: list[Ending]) -> Ending:
 
 
 class TextScores:
-    """What a text adds to the log-probability of its alignments.
+    """The score that a text adds to the log-probability of its alignments.
 
     Args:
         vocabulary: the labels as symbols.

@@ -1,4 +1,4 @@
-"""What a search from CTC to text looks up: spelling of labels, words, and phrases, as tables.
+"""The tables that a search from CTC to text reads: spellings of labels, words, and phrases.
 
 A text is a sequence of symbols. Under `unit="word"` these are characters, and the symbol 0 is the
 boundary of words; a boundary at the start or after another one adds nothing. Under `unit="token"`

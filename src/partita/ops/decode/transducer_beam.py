@@ -140,7 +140,7 @@ def extensions_of(
     ends, is_blank = frames == lengths[:, None, None, None], (tokens == blank)[..., None]
     gains = gains + torch.where(ends, ending[..., None, None], 0.0)
     possible = (move >= 0) & ((frames < lengths[:, None, None, None]) | (ends & is_blank))
-    # What is impossible stays so beside NaN, of which the sum would be NaN.
+    # An impossible token stays impossible where other scores are NaN: the sum would be NaN.
     possible = possible & (beam.scores != -torch.inf)[..., None, None] & (of_tokens != -torch.inf)
     scores, best = (
         torch.where(possible, x[..., None, None] + gains, -torch.inf)

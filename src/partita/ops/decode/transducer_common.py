@@ -1,4 +1,4 @@
-"""What the searches of transducers share: the user's network, models of labels, and results."""
+"""The shared parts of transducer searches: the user's network, models of labels, and results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TransducerHypotheses(NamedTuple):
 
 
 class NodeScores(NamedTuple):
-    """What the joint network says of R nodes, or of K frames at each.
+    """The logits that the joint network returns for R nodes, or for K frames at each.
 
     Fields:
         tokens: `[R, K, V]` logits of the blank and of the labels.
@@ -307,14 +307,7 @@ def checked_durations(durations: Any) -> tuple[int, ...] | None:
     """Return the durations of a TDT; None for RNN-T."""
     if durations is None:
         return None
-    if isinstance(durations, Tensor):
-        durations = durations.tolist()
-    if not isinstance(durations, Sequence) or isinstance(durations, str):
-        raise TypeError(
-            f"durations: expected a sequence of integers, got {type(durations).__name__}"
-        )
-    for value in durations:
-        checks.python_int("durations", value)
+    durations = checks.python_ints("durations", durations)
     if not durations or min(durations) < 0 or max(durations) < 1:
         raise ValueError(
             "durations: expected numbers of 0 or more, of which one is above 0,"

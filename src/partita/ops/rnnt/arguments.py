@@ -63,14 +63,7 @@ def sequences_of(
 
 def checked_durations(durations: Any, K: int) -> list[int]:
     """Return the durations, of which each entry of the duration logits has one."""
-    if isinstance(durations, Tensor):
-        durations = durations.tolist()
-    if not isinstance(durations, Sequence) or isinstance(durations, str):
-        raise TypeError(
-            f"durations: expected a sequence of integers, got {type(durations).__name__}"
-        )
-    for value in durations:
-        checks.python_int("durations", value)
+    durations = checks.python_ints("durations", durations)
     if not 0 < len(durations) <= MAX_DURATIONS or min(durations) < 0 or max(durations) < 1:
         raise ValueError(
             f"durations: expected 1 to {MAX_DURATIONS} numbers, 0 or more, of which one is above 0,"

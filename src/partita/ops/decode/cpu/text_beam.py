@@ -829,7 +829,7 @@ class TextSearch:
         )
         C, width = len(tables.spelling.starts) - 1, options.width
         most = max(1, min(options.labels, C - 1) * tables.spelling.longest)
-        # Of a step, and of the boundaries after the last words.
+        # A step needs this much room, and so do the boundaries after the last words.
         self.least_room = width * (most + 1), width * endings
         self.searches = [self._empty(C, width, endings) for _ in phrases]
         for n in range(len(phrases)):
