@@ -2,12 +2,13 @@
 
     python docs/bench/training_step.py --out docs/bench/training_step.csv
     python docs/bench/training_step.py --trl --out trl_step.csv  # SFT and DPO with TRL's fused head
+    python docs/bench/training_step.py --lora --out lora_step.csv  # PEFT's LoRA of rank 16
 
 The model has 12 layers of width 1,024 and a vocabulary of 128,256, random weights in bf16, and no
 shared matrix. A step takes 8 sequences of 2,048 tokens through forward pass, backward pass and
 AdamW. The time is the median of the steps, and the memory is the peak of all that is allocated.
 Liger's patch is timed where liger-kernel is installed. A step of DPO has a reference model, and
-half of the tokens are those of answers.
+half of the tokens are those of answers. LoRA adapts all linear layers, with or without the head.
 """
 
 from __future__ import annotations
@@ -111,6 +112,16 @@ def with_trl_dpo(model: Any, patched: bool) -> Any:
     return model
 
 
+def with_lora(model: Any, head: bool, fused: bool) -> Any:
+    """Freeze a model, and give all its linear layers adapters of PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    names = layers if head else [name for name in layers if name != "lm_head"]
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=names))
+    return fuse(model) if fused else model
+
+
 PROVIDERS: dict[str, Callable[[Any], Any]] = {
     "torch": lambda model: model,
     "causal_lm_loss": with_causal_lm_loss,
@@ -122,11 +133,17 @@ OF_TRL: dict[str, Callable[[Any], Any]] = {
     for task, change in (("sft", with_trl_sft), ("dpo", with_trl_dpo))
     for name in ("trl", "patched")
 }
+OF_LORA: dict[str, Callable[[Any], Any]] = {
+    f"{name}{suffix}": functools.partial(with_lora, head=head, fused=name == "fuse")
+    for suffix, head in (("", False), ("_head", True))
+    for name in ("peft", "fuse")
+}
 
 
 def measured(model: Any, steps: int) -> dict[str, Any]:
     """Return the median time of a step, the peak of the memory and the first loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (SEQUENCES, TOKENS)
     ids = torch.randint(VOCABULARY, shape, device="cuda", generator=generator)
@@ -151,11 +168,11 @@ def measured(model: Any, steps: int) -> dict[str, Any]:
     }
 
 
-def lines(steps: int, of_trl: bool) -> Iterator[dict[str, Any]]:
+def lines(steps: int, providers: dict[str, Callable[[Any], Any]]) -> Iterator[dict[str, Any]]:
     """Measure the providers that are installed, one after another."""
     import transformers
 
-    for provider, change in (OF_TRL if of_trl else PROVIDERS).items():
+    for provider, change in providers.items():
         if provider == "liger" and importlib.util.find_spec("liger_kernel") is None:
             print("liger: not installed (pip install liger-kernel)", flush=True)
             continue
@@ -176,11 +193,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the table to write")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--trl", action="store_true", help="time the fused head of TRL instead")
+    parser.add_argument("--lora", action="store_true", help="time adapters of PEFT instead")
     args = parser.parse_args()
     with args.out.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for line in lines(args.steps, args.trl):
+        providers = OF_LORA if args.lora else OF_TRL if args.trl else PROVIDERS
+        for line in lines(args.steps, providers):
             writer.writerow(line)
             file.flush()
             print(*(f"{key} {line[key]}" for key in COLUMNS[:4]), flush=True)

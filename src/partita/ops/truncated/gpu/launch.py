@@ -55,25 +55,26 @@ def truncated_of_rows(
     if not whole and logits.stride(1) != 1:  # each read would load a sector for each class
         logits = logits.contiguous()
     rows = matrix_rows(logits)
+    # Half of the sample and of the tile are enough for the bracket of top-k, and half of the warps
+    # have less work that is the same in all of them. In fp32 the kernel would spill more.
+    part = 2 if rules.top_k is not None and logits.element_size() == 2 else 1
     # A bracket has few classes of a short row.
-    candidates = min(max(next_power_of_2(classes // 16), 1024), TILE)
+    candidates = min(max(next_power_of_2(classes // 16), 1024), TILE // part)
     if whole:
         candidates = next_power_of_2(classes)
         tile = lane_tile(classes, candidates, max(candidates // 1024, 1), rows)
         candidates = tile.block
     else:
-        warps = WARPS if classes >= LONG_ROW else SHORT_WARPS
+        warps = WARPS // part if classes >= LONG_ROW else SHORT_WARPS
         tile = lane_tile(classes, EACH * 32 * warps, warps, rows)
     dtype = found.maximum.dtype
     # All addresses of a row of the buffer have the same high word.
     width = 0 if whole else next_power_of_2(3 * candidates + tile.block)
     buffer = logits.new_empty((M + 1) * width, dtype=dtype)
     first = -buffer.data_ptr() // dtype.itemsize % max(width, 1)
-    # A small sample is enough for the bracket of top-k. In fp32 the kernel would spill more.
-    part = 2 if rules.top_k is not None and logits.element_size() == 2 else 1
     limit = {}
     if not whole and tile.access and logits.element_size() <= 4:
-        limit = {"maxnreg": REGISTERS // tile.num_warps}
+        limit = {"maxnreg": REGISTERS // (part * tile.num_warps)}
     launch(
         truncated_stats_kernel,
         M,
