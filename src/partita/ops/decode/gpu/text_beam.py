@@ -1,0 +1,732 @@
+"""Beam search from CTC to text, with a language model, a lexicon and boosted phrases.
+
+One kernel takes the log-softmax of all steps and lists the labels that may extend a text. In
+another, one program goes through the steps of a sequence.
+
+Each label is one character, so a text is one sequence of labels but for repeated boundaries. The
+beam is in memory, ordered by rank. A step has three phases with a barrier between them: the texts
+that stay, the choice of the best among these and the extensions by labels, and the next beam. A
+text is identified by a hash of its labels of 64 bits.
+
+With a text the beam has the states of the lexicon, the language model and the phrases after it, and
+its score after one more boundary. So a word is looked up once, when it enters the beam.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.memory import checked_length
+from .beam import NEG_INF, log_add
+from .select import ranks_in_order, select_in_order
+
+# The numbers of a text, fp64: log-probabilities of the alignments that end in a blank and in a
+# label, of the best of each, and of all; the score of its finished words and phrases, that score
+# after one more boundary, and that of all of the text.
+BLANK, LABEL, BEST_BLANK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BEST_LABEL, TOTAL, TEXT = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+AFTER, BONUS, NUMBERS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+# Its integers, int64: the last events of the best alignments and the steps after them, its hash and
+# that of the text without its last label, and that label; the node of the lexicon and the length of
+# its unfinished word; the states of the language model, after one more boundary too, and of both
+# automata.
+EVENT_BLANK, EVENT_LABEL, END_BLANK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+END_LABEL, HASH, PARENT, LAST = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+LEX, LENGTH, LM, AFTER_LM = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+HOT, BOOST, INTEGERS = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
+NUMBERS_OF_BEAM, INTEGERS_OF_BEAM = NUMBERS.value, INTEGERS.value
+ROOT_HASH = tl.constexpr(1)
+BOUNDARY = tl.constexpr(0)  # see `text_tables`
+
+
+class Steps(NamedTuple):
+    """The labels that may extend a text at each of R steps, by class, and what its row is.
+
+    Fields:
+        counts: `[R]` int32, how many they are, or -1 for an invalid step.
+        labels: `[R, K]` int32.
+        log_probs: `[R, K]` fp64.
+        norms: `[R, 2]` fp64, which are subtracted from a score one after the other.
+    """
+
+    counts: Any
+    labels: Any
+    log_probs: Any
+    norms: Any
+
+
+class DeviceLexicon(NamedTuple):
+    """A trie of words, as `text_tables.Lexicon`, with integers of 32 bits."""
+
+    first: Any
+    symbols: Any
+    words: Any
+    known: Any
+    starts: Any
+
+
+class DeviceModel(NamedTuple):
+    """A language model; see `language_model.Trie`.
+
+    Fields:
+        pairs, log_probs, states, backoffs, suffixes: its tables.
+        first: `[S + 1]` int32, where the pairs of each state start.
+        words, unknown, final, start: the number of words, `<unk>`, `</s>`, and the first state.
+    """
+
+    pairs: Any
+    log_probs: Any
+    states: Any
+    backoffs: Any
+    suffixes: Any
+    first: Any
+    words: Any
+    unknown: Any
+    final: Any
+    start: Any
+
+
+class DeviceArcs(NamedTuple):
+    """The automata of all sequences one after the other; see `phrase_boost.Arcs`.
+
+    Fields:
+        pairs, targets, scores, start_targets, start_scores, credits: their tables.
+        spans: `[N, 4]` int64, for each sequence where the pairs, their end, the arcs of state 0 and
+            the credits of its automaton are.
+        symbols: the number of symbols.
+    """
+
+    pairs: Any
+    targets: Any
+    scores: Any
+    start_targets: Any
+    start_scores: Any
+    credits: Any
+    spans: Any
+    symbols: Any
+
+
+class Tables(NamedTuple):
+    """All that a search looks up.
+
+    Fields:
+        symbols: `[C]` int32, the symbol of each label.
+        lexicon, model, hotwords, boost: see there; None for what a search has not.
+        C, blank: the number of classes, and the blank.
+        boundary: the label that is a boundary, or -1.
+        only: whether a text has words of the lexicon only, 0 or 1.
+    """
+
+    symbols: Any
+    lexicon: Any
+    model: Any
+    hotwords: Any
+    boost: Any
+    C: Any
+    blank: Any
+    boundary: Any
+    only: Any
+
+
+class Weights(NamedTuple):
+    """The real numbers of a search; the host has a tensor of them, in fp64 under the interpreter too.
+
+    Fields:
+        alpha, beta: the weight of the language model, and what each word adds.
+        unknown, unfinished: what is added to the log-probability of an unknown word, and to the
+            score of an unfinished one that begins no known word.
+        least: the log-probability below which a label extends no text, unless no class is above it.
+        skipped: the log-probability of the blank above which a step is taken as a blank.
+    """
+
+    alpha: Any
+    beta: Any
+    unknown: Any
+    unfinished: Any
+    least: Any
+    skipped: Any
+
+
+class Search(NamedTuple):
+    """The search of one sequence: its memory and index, what it looks up, and its weights."""
+
+    beams: Any
+    n: Any
+    tables: Any
+    weights: Any
+
+
+class Step(NamedTuple):
+    """One step of a sequence.
+
+    Fields:
+        t, buffer: its index, and the buffer of the beam before it.
+        row_ptr, class_stride: the scores of all classes.
+        norms_ptr, labels_ptr, log_probs_ptr: see `Steps`.
+        count: the number of labels that may extend a text.
+    """
+
+    t: Any
+    buffer: Any
+    row_ptr: Any
+    class_stride: Any
+    norms_ptr: Any
+    labels_ptr: Any
+    log_probs_ptr: Any
+    count: Any
+
+
+@triton.jit
+def load_weights(weights_ptr):
+    """Load the weights of a search."""
+    first, second = tl.load(weights_ptr), tl.load(weights_ptr + 1)
+    third, fourth = tl.load(weights_ptr + 2), tl.load(weights_ptr + 3)
+    return Weights(first, second, third, fourth, tl.load(weights_ptr + 4), tl.load(weights_ptr + 5))
+
+
+class Beams(NamedTuple):
+    """The memory of one sequence; the host's has N of each.
+
+    Fields:
+        numbers: `[3, 8, width]` fp64: the beam of even and of odd steps, and texts that stay.
+        integers: `[3, 13, width]` int64, likewise.
+        ranks: `[2, BLOCK_W]` fp64, of the texts that stay, and of the best candidates.
+        chosen: `[BLOCK_W]` int32, the best candidates in the order of their ties.
+        taken: `[width, C]` int32, the step after which an extension was in the beam.
+        events: `[T, width]` int64, the event before each event and its label.
+        ends: `[T, width]` int32, the step after the event before.
+        width: the number of texts in the beam.
+    """
+
+    numbers: Any
+    integers: Any
+    ranks: Any
+    chosen: Any
+    taken: Any
+    events: Any
+    ends: Any
+    width: Any
+
+
+@triton.jit(do_not_specialize=["N", "C", "blank", "stride_t", "stride_n"])
+def ctc_text_steps_kernel(
+    logits_ptr,  # [T, N, C]
+    steps,  # Steps
+    N,
+    C,
+    blank,
+    most_labels,
+    weights_ptr,  # [6] fp64, Weights
+    stride_t,
+    stride_n,
+    stride_c,
+    FROM_LOGITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """List the labels that may extend a text at one step of one sequence."""
+    weights = load_weights(weights_ptr)
+    row = tl.program_id(0).to(tl.int64)
+    t, n, c = row // N, row % N, tl.arange(0, BLOCK_C)
+    pointer = logits_ptr + t * stride_t + n * stride_n + c.to(tl.int64) * stride_c
+    scores = tl.load(pointer, mask=c < C, other=NEG_INF).to(tl.float64)
+    valid = tl.min((scores < float("inf")).to(tl.int32), axis=0) > 0  # NaN is not
+    highest = tl.max(tl.where(scores < float("inf"), scores, NEG_INF), axis=0)
+    shift, log_sum = highest * 0.0, highest * 0.0
+    if FROM_LOGITS:
+        valid = valid & (highest > NEG_INF)
+        shift = tl.where(valid, highest, 0.0)
+        log_sum = tl.log(tl.sum(tl.exp(scores - shift), axis=0))
+    log_probs = scores - shift - log_sum
+    log_blank = tl.max(tl.where(c == blank, log_probs, NEG_INF), axis=0)
+    log_probs = tl.where(c == blank, NEG_INF, log_probs)
+    # The least of the best labels decides, of equal ones the lower classes.
+    best, _, _ = select_in_order(log_probs, most_labels)
+    enough = tl.minimum(highest - shift - log_sum, weights.least)
+    enough = tl.where(log_blank > weights.skipped, float("inf"), enough)
+    best = best & (log_probs >= enough)
+    position = row * most_labels + tl.cumsum(best.to(tl.int32), axis=0) - 1
+    tl.store(steps.labels + position, c, mask=best)
+    tl.store(steps.log_probs + position, log_probs, mask=best)
+    tl.store(steps.counts + row, tl.where(valid, tl.sum(best.to(tl.int32), axis=0), -1))
+    tl.store(steps.norms + 2 * row, shift)
+    tl.store(steps.norms + 2 * row + 1, log_sum)
+
+
+@triton.jit
+def number(beams, buffer, field, i, mask):
+    """Load a number of texts in one of the three buffers."""
+    pointer = beams.numbers + (buffer * NUMBERS + field) * beams.width + i
+    return tl.load(pointer, mask=mask, other=NEG_INF)
+
+
+@triton.jit
+def integer(beams, buffer, field, i, mask):
+    """Load an integer of texts in one of the three buffers."""
+    pointer = beams.integers + (buffer * INTEGERS + field) * beams.width + i
+    return tl.load(pointer, mask=mask, other=-1)
+
+
+@triton.jit
+def store_texts(beams, buffer, i, numbers, integers):
+    """Store the first numbers and integers of texts in one of the three buffers."""
+    mask = i < beams.width
+    for field in tl.static_range(len(numbers)):
+        pointer = beams.numbers + (buffer * NUMBERS + field) * beams.width + i
+        tl.store(pointer, numbers[field], mask=mask)
+    for field in tl.static_range(len(integers)):
+        pointer = beams.integers + (buffer * INTEGERS + field) * beams.width + i
+        tl.store(pointer, integers[field], mask=mask)
+
+
+@triton.jit
+def find(numbers_ptr, low, high, number, mask):
+    """Return the places of numbers among sorted ones from `low` to `high`, or -1."""
+    end = tl.where(mask, high, low)
+    high = end
+    while tl.max((low < high).to(tl.int32), axis=0) > 0:
+        searching = low < high
+        middle = (low + high) >> 1
+        is_less = tl.load(numbers_ptr + middle, mask=searching, other=0) < number
+        low = tl.where(searching & is_less, middle + 1, low)
+        high = tl.where(searching & (is_less == 0), middle, high)
+    found = low < end
+    found = found & (tl.load(numbers_ptr + low, mask=found, other=0) == number)
+    return tl.where(found, low, -1)
+
+
+@triton.jit
+def log_prob_of(model, context, word, mask):
+    """Return the log-probabilities of words after states, and the states that follow."""
+    node, backoff = word + 1, tl.zeros(word.shape, tl.float64)
+    pending = mask & (context > 0)
+    while tl.max(pending.to(tl.int32), axis=0) > 0:
+        low = tl.load(model.first + context, mask=pending, other=0)
+        high = tl.load(model.first + context + 1, mask=pending, other=0)
+        place = find(model.pairs, low, high, context * model.words + word, pending)
+        node = tl.where(place >= 0, place + model.words + 1, node)
+        pending = pending & (place < 0)
+        backoff += tl.load(model.backoffs + context, mask=pending, other=0.0)
+        context = tl.load(model.suffixes + context, mask=pending, other=0).to(tl.int64)
+        pending = pending & (context > 0)
+    log_prob = backoff + tl.load(model.log_probs + node, mask=mask, other=0.0)
+    return log_prob, tl.load(model.states + node, mask=mask, other=0).to(tl.int64)
+
+
+@triton.jit
+def follow(arcs, n, state, symbol, mask):
+    """Return what symbols add after states of an automaton, and the states that follow."""
+    spans_ptr = arcs.spans + 4 * n
+    first, end = tl.load(spans_ptr), tl.load(spans_ptr + 1)
+    start, credits_ptr = tl.load(spans_ptr + 2) + symbol, arcs.credits + tl.load(spans_ptr + 3)
+    zero = state * 0
+    place = find(arcs.pairs, first + zero, end + zero, state * arcs.symbols + symbol, mask)
+    exists = place >= 0
+    from_start = mask & (exists == 0)
+    score = tl.load(arcs.scores + place, mask=exists, other=0.0)
+    score += tl.load(arcs.start_scores + start, mask=from_start, other=0.0)
+    target = tl.load(arcs.targets + place, mask=exists, other=0)
+    target += tl.load(arcs.start_targets + start, mask=from_start, other=0)
+    return score - tl.load(credits_ptr + state, mask=mask, other=0.0), target
+
+
+@triton.jit
+def add_phrases(search, text, hot, boost, symbol, mask):
+    """Return the scores of texts and the states of the phrases after one more symbol."""
+    if search.tables.hotwords is not None:
+        added, hot = follow(search.tables.hotwords, search.n, hot, symbol, mask)
+        text += added
+    if search.tables.boost is not None:
+        added, boost = follow(search.tables.boost, search.n, boost, symbol, mask)
+        text += added
+    return text, hot, boost
+
+
+@triton.jit
+def grow_words(search, text, hot, node, length, symbol, mask):
+    """Return the scores of all of texts whose words have grown by a symbol, and their nodes.
+
+    The nodes that are given are those before the symbol.
+    """
+    lexicon = search.tables.lexicon
+    if lexicon is not None:
+        exists = mask & (node >= 0)
+        low = tl.load(lexicon.first + node, mask=exists, other=0)
+        high = tl.load(lexicon.first + node + 1, mask=exists, other=0)
+        node = find(lexicon.symbols, low, high, symbol, exists).to(tl.int64)
+        if search.tables.model is not None:
+            starts = tl.load(lexicon.starts + node, mask=node >= 0, other=0) != 0
+            penalty = search.weights.unfinished * tl.maximum(length.to(tl.float64) / 6.0, 1.0)
+            text = tl.where(starts | (hot > 0), text, text + penalty)
+        text = tl.where((node < 0) & (search.tables.only > 0), NEG_INF, text)
+    return text, node
+
+
+@triton.jit
+def end_words(search, text, node, state, mask):
+    """Return the scores of texts after the end of their words, and the states of the model."""
+    lexicon, model = search.tables.lexicon, search.tables.model
+    if lexicon is not None:
+        exists = mask & (node >= 0)
+        word = tl.load(lexicon.words + node, mask=exists, other=-1).to(tl.int64)
+        text = tl.where((word < 0) & (search.tables.only > 0), NEG_INF, text)
+        if model is not None:
+            known = tl.load(lexicon.known + node, mask=exists, other=0) != 0
+            word = tl.where(word >= 0, word, model.unknown)
+            log_prob, state = log_prob_of(model, state, word, mask)
+            log_prob += tl.where(known, 0.0, search.weights.unknown)
+            text += search.weights.alpha * log_prob + search.weights.beta
+    return text, state
+
+
+@triton.jit
+def best_alignment(beams, buffer, i, repeats, mask):
+    """Return the log-probability of the best alignment of texts, its last event and its end.
+
+    Of a text that a label would repeat, only alignments that end in a blank count.
+    """
+    by_blank = number(beams, buffer, BEST_BLANK, i, mask)
+    by_label = number(beams, buffer, BEST_LABEL, i, mask)
+    through_label = (repeats == 0) & (by_label > by_blank)
+    event_blank = integer(beams, buffer, EVENT_BLANK, i, mask)
+    event_label = integer(beams, buffer, EVENT_LABEL, i, mask)
+    end_blank = integer(beams, buffer, END_BLANK, i, mask)
+    end_label = integer(beams, buffer, END_LABEL, i, mask)
+    event = tl.where(through_label, event_label, event_blank)
+    end = tl.where(through_label, end_label, end_blank)
+    return tl.where(through_label, by_label, by_blank), event, end
+
+
+@triton.jit
+def label_inflow(beams, buffer, i, label, mask):
+    """Return what the texts i give to their extensions by labels.
+
+    The results are the log-probability before the label, and the best alignment.
+    """
+    repeats = integer(beams, buffer, LAST, i, mask) == label
+    total = number(beams, buffer, TOTAL, i, mask)
+    score = tl.where(repeats, number(beams, buffer, BLANK, i, mask), total)
+    best, event, end = best_alignment(beams, buffer, i, repeats, mask)
+    return score, best, event, end
+
+
+@triton.jit
+def stay(search, step, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Compute the texts that get no character, merged with the extensions that lead to them.
+
+    An event that the step adds is coded as -3 minus the event before it.
+    """
+    beams, buffer, tables = search.beams, step.buffer, search.tables
+    i, k = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
+    mask = i < beams.width
+    total = number(beams, buffer, TOTAL, i, mask)
+    alive = mask & (total > NEG_INF)
+    shift, log_sum = tl.load(step.norms_ptr), tl.load(step.norms_ptr + 1)
+    blank_ptr = step.row_ptr + (search.n * 0 + tables.blank) * step.class_stride
+    log_blank = tl.load(blank_ptr).to(tl.float64) - shift - log_sum
+    last = integer(beams, buffer, LAST, i, alive)
+    has_label = alive & (last >= 0)
+    emitted = tl.load(step.row_ptr + last * step.class_stride, mask=has_label, other=0.0)
+    emitted = tl.where(has_label, emitted.to(tl.float64) - shift - log_sum, NEG_INF)
+    own = tl.where(log_blank > search.weights.skipped, NEG_INF, emitted)
+    # Whether the label may extend a text at this step, and where the text without it is.
+    labels = tl.load(step.labels_ptr + k, mask=k < step.count, other=-1).to(tl.int64)
+    extends = has_label & (tl.max((labels[None, :] == last[:, None]).to(tl.int32), axis=1) > 0)
+    hashes = tl.where(alive, integer(beams, buffer, HASH, i, alive), 0)
+    parents = integer(beams, buffer, PARENT, i, alive)
+    match = (hashes[None, :] == parents[:, None]) & (hashes != 0)[None, :]
+    parent = tl.max(tl.where(match, i[None, :], -1), axis=1)
+    has_parent = extends & (parent >= 0)
+    tl.store(beams.taken + parent * tables.C + last, step.t + 1, mask=has_parent)
+    # A boundary after a boundary leads to the text itself. Of two sources the older comes first.
+    repeats = extends & (last == tables.boundary) & (integer(beams, buffer, LENGTH, i, alive) == 0)
+    first = tl.where(has_parent & ((repeats == 0) | (parent < i)), parent, i)
+    second = tl.where(first == i, parent, i)
+    from_both = has_parent & repeats
+    inflow, best, event, end = label_inflow(beams, buffer, first, last, has_parent | repeats)
+    best_blank, event_blank, end_blank = best_alignment(beams, buffer, i, i < 0, alive)
+    label = log_add(number(beams, buffer, LABEL, i, alive) + own, inflow + emitted)
+    best_label = number(beams, buffer, BEST_LABEL, i, alive) + own
+    event_label, end_label = (
+        integer(beams, buffer, EVENT_LABEL, i, alive),
+        i.to(tl.int64) * 0 + step.t + 1,
+    )
+    is_better = best + emitted > best_label
+    best_label = tl.where(is_better, best + emitted, best_label)
+    event_label = tl.where(is_better, -3 - event, event_label)
+    end_label = tl.where(is_better, end, end_label)
+    inflow, best, event, end = label_inflow(beams, buffer, second, last, from_both)
+    label = log_add(label, inflow + emitted)
+    is_better = best + emitted > best_label
+    best_label = tl.where(is_better, best + emitted, best_label)
+    event_label = tl.where(is_better, -3 - event, event_label)
+    end_label = tl.where(is_better, end, end_label)
+    blank = total + log_blank
+    total = log_add(blank, label)
+    numbers = (blank, label, best_blank + log_blank, best_label, total)
+    store_texts(beams, 2, i, numbers, (event_blank, event_label, end_blank, end_label))
+    tl.store(beams.ranks + i, total + number(beams, buffer, BONUS, i, alive), mask=mask)
+
+
+@triton.jit
+def choose(search, step, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Choose the best of the texts that stay and of the extensions, and return their number."""
+    beams, buffer, tables = search.beams, step.buffer, search.tables
+    lane = tl.arange(0, BLOCK_P)
+    pair, count = lane - beams.width, step.count
+    mask = (pair >= 0) & (pair < beams.width * count)
+    i, k = pair // tl.maximum(count, 1), pair % tl.maximum(count, 1)
+    label = tl.load(step.labels_ptr + k, mask=mask, other=0)
+    taken = tl.load(beams.taken + i * tables.C + label, mask=mask, other=0)
+    length = integer(beams, buffer, LENGTH, i, mask)
+    ends_word = label == tables.boundary
+    mask = mask & (taken != step.t + 1) & ((ends_word == 0) | (length > 0))
+    repeats = integer(beams, buffer, LAST, i, mask) == label
+    total = number(beams, buffer, TOTAL, i, mask)
+    score = tl.where(repeats, number(beams, buffer, BLANK, i, mask), total)
+    mask = mask & (score > NEG_INF)
+    score += tl.load(step.log_probs_ptr + k, mask=mask, other=0.0)
+    grows = mask & (ends_word == 0)
+    symbol = tl.load(tables.symbols + label, mask=mask, other=0)
+    text, node = number(beams, buffer, TEXT, i, grows), integer(beams, buffer, LEX, i, grows)
+    hot, boost = integer(beams, buffer, HOT, i, grows), integer(beams, buffer, BOOST, i, grows)
+    text, hot, _ = add_phrases(search, text, hot, boost, symbol, grows)
+    text, _ = grow_words(search, text, hot, node, length + 1, symbol, grows)
+    after = number(beams, buffer, AFTER, i, mask & ends_word)
+    rank = tl.where(mask, score + tl.where(ends_word, after, text), NEG_INF)
+    stays = lane < beams.width
+    rank = tl.where(stays, tl.load(beams.ranks + lane, mask=stays, other=NEG_INF), rank)
+    passes, position, size = select_in_order(rank, beams.width)
+    tl.store(beams.chosen + position, lane, mask=passes)
+    tl.store(beams.ranks + BLOCK_W + position, rank, mask=passes)
+    return size
+
+
+@triton.jit
+def hash_after(parent, label):
+    """Return the hash of a text with one more label."""
+    mixed = (parent ^ (label + 1)) * -7046029254386353131  # odd, so that no two results are equal
+    return (mixed ^ (mixed >> 29)) * -4658895280553007687
+
+
+@triton.jit
+def enter(search, step, size, BLOCK_W: tl.constexpr):
+    """Make the next beam of the chosen candidates."""
+    beams, buffer, tables = search.beams, step.buffer, search.tables
+    lane = tl.arange(0, BLOCK_W)
+    alive = lane < size
+    chosen = tl.load(beams.chosen + lane, mask=alive, other=-1)
+    place = ranks_in_order(beams.ranks + BLOCK_W, size, BLOCK_W, BLOCK_W)
+    place = tl.where(alive, place, lane)
+    is_new = alive & (chosen >= beams.width)
+    stays = alive & (is_new == 0)
+    pair, count = chosen - beams.width, tl.maximum(step.count, 1)
+    i, k = tl.where(is_new, pair // count, chosen), tl.where(is_new, pair % count, 0)
+    label = tl.load(step.labels_ptr + k, mask=is_new, other=-1).to(tl.int64)
+    value = tl.load(step.log_probs_ptr + k, mask=is_new, other=0.0)
+    inflow, best, event, end = label_inflow(beams, buffer, i, label, is_new)
+    # What the words and phrases of the texts are.
+    ends_word = is_new & (label == tables.boundary)
+    grows = is_new & (ends_word == 0)
+    symbol = tl.load(tables.symbols + label, mask=is_new, other=0)
+    text, after = number(beams, buffer, TEXT, i, alive), number(beams, buffer, AFTER, i, alive)
+    bonus = number(beams, buffer, BONUS, i, alive)
+    node, state = integer(beams, buffer, LEX, i, alive), integer(beams, buffer, LM, i, alive)
+    after_state = integer(beams, buffer, AFTER_LM, i, alive)
+    length = integer(beams, buffer, LENGTH, i, alive)
+    hot, boost = integer(beams, buffer, HOT, i, alive), integer(beams, buffer, BOOST, i, alive)
+    grown, new_hot, new_boost = add_phrases(search, text, hot, boost, symbol, is_new)
+    hot, boost = tl.where(is_new, new_hot, hot), tl.where(is_new, new_boost, boost)
+    length = tl.where(grows, length + 1, tl.where(ends_word, 0, length))
+    text = tl.where(ends_word, after, tl.where(grows, grown, text))
+    state = tl.where(ends_word, after_state, state)
+    new_bonus, new_node = grow_words(search, text, hot, node, length, symbol, grows)
+    bonus = tl.where(grows, new_bonus, tl.where(ends_word, text, bonus))
+    node = tl.where(grows, new_node, tl.where(ends_word, 0, node))
+    # And what a boundary would make of them.
+    ended, _, _ = add_phrases(search, text, hot, boost, symbol * 0 + BOUNDARY, grows)
+    ended, ended_state = end_words(search, ended, node, state, grows)
+    after = tl.where(grows, ended, after)
+    after_state = tl.where(grows, ended_state, after_state)
+    # The alignments, and the event of the last label.
+    hashed = integer(beams, buffer, HASH, i, alive)
+    parent = tl.where(is_new, hashed, integer(beams, buffer, PARENT, i, stays))
+    hashed = tl.where(is_new, hash_after(hashed, label), hashed)
+    coded = tl.where(is_new, -3 - event, integer(beams, 2, EVENT_LABEL, i, stays))
+    end = tl.where(is_new, end, integer(beams, 2, END_LABEL, i, stays))
+    last = tl.where(is_new, label, integer(beams, buffer, LAST, i, stays))
+    adds = alive & (coded <= -2)
+    row = step.t.to(tl.int64) * beams.width + place
+    tl.store(beams.events + row, ((-3 - coded) << 32) | last, mask=adds)
+    tl.store(beams.ends + row, end, mask=adds)
+    new_label = tl.where(is_new, inflow + value, number(beams, 2, LABEL, i, stays))
+    numbers = (
+        number(beams, 2, BLANK, i, stays),
+        new_label,
+        number(beams, 2, BEST_BLANK, i, stays),
+        tl.where(is_new, best + value, number(beams, 2, BEST_LABEL, i, stays)),
+        tl.where(is_new, new_label, number(beams, 2, TOTAL, i, stays)),
+    )
+    integers = (
+        integer(beams, 2, EVENT_BLANK, i, stays),
+        tl.where(adds, row, coded),
+        integer(beams, 2, END_BLANK, i, stays),
+        tl.where(adds, step.t + 1, end),
+    )
+    integers = integers + (hashed, parent, last, node, length, state, after_state, hot, boost)
+    store_texts(beams, 1 - buffer, place, numbers + (text, after, bonus), integers)
+
+
+@triton.jit
+def start(search, BLOCK_W: tl.constexpr):
+    """Store the beam that has the empty text alone, which follows a boundary."""
+    lane, tables = tl.arange(0, BLOCK_W), search.tables
+    zero = lane.to(tl.int64) * 0
+    impossible = tl.full([BLOCK_W], -float("inf"), tl.float64)
+    one = tl.where(lane == 0, 0.0, impossible)
+    score, hot, boost = add_phrases(
+        search, tl.zeros([BLOCK_W], tl.float64), zero, zero, lane * 0 + BOUNDARY, lane == 0
+    )
+    state = zero
+    if tables.model is not None:
+        state += tables.model.start
+    missing = zero - 1
+    numbers = (one, impossible, one, impossible, one, score, score, score)
+    integers = (missing, missing, zero, zero, zero + ROOT_HASH, zero, zero + tables.boundary)
+    integers = integers + (zero, zero, state, state, hot, boost)
+    store_texts(search.beams, 0, lane, numbers, integers)
+
+
+@triton.jit
+def credit_of(arcs, n, state, mask):
+    """Return what states of an automaton have earned and a whole text gives back."""
+    return tl.load(arcs.credits + tl.load(arcs.spans + 4 * n + 3) + state, mask=mask, other=0.0)
+
+
+@triton.jit
+def finish(
+    search, results, T, nbest, valid, buffer, SCORE_BOUNDARY: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Write the best whole texts of the last beam."""
+    beams, n, tables = search.beams, search.n, search.tables
+    i = tl.arange(0, BLOCK_W)
+    mask = i < tl.where(valid, beams.width, 0)
+    total = number(beams, buffer, TOTAL, i, mask)
+    alive = mask & (total > NEG_INF)
+    # A text with an unfinished word and the same one with a boundary are one, led by the older.
+    hashed = integer(beams, buffer, HASH, i, alive)
+    unfinished = alive & (integer(beams, buffer, LENGTH, i, alive) > 0)
+    whole = tl.where(unfinished, hash_after(hashed, tables.boundary), hashed)
+    match = (whole[None, :] == whole[:, None]) & alive[None, :] & alive[:, None]
+    leads = alive & (tl.min(tl.where(match, i[None, :], BLOCK_W), axis=1) == i)
+    second = tl.max(tl.where(match, i[None, :], -1), axis=1)
+    best, event, end = best_alignment(beams, buffer, i, i < 0, leads)
+    second_best, second_event, second_end = best_alignment(beams, buffer, second, i < 0, leads)
+    second_total = number(beams, buffer, TOTAL, second, leads & (second > i))
+    total = log_add(total, second_total)
+    event = tl.where(second_best > best, second_event, event)
+    end = tl.where(second_best > best, second_end, end)
+    # What the words and phrases of the whole text add.
+    text = number(beams, buffer, TEXT, i, leads)
+    hot, boost = integer(beams, buffer, HOT, i, leads), integer(beams, buffer, BOOST, i, leads)
+    _, hot, boost = add_phrases(search, text, hot, boost, i * 0 + BOUNDARY, unfinished)
+    text = tl.where(unfinished, number(beams, buffer, AFTER, i, leads), text)
+    if tables.hotwords is not None:
+        text -= credit_of(tables.hotwords, n, hot, leads)
+    if tables.boost is not None:
+        text -= credit_of(tables.boost, n, boost, leads)
+    if SCORE_BOUNDARY and tables.model is not None:
+        state = integer(beams, buffer, LM, i, leads)
+        state = tl.where(unfinished, integer(beams, buffer, AFTER_LM, i, leads), state)
+        word = tl.zeros([BLOCK_W], tl.int64) + tables.model.final
+        log_prob, _ = log_prob_of(tables.model, state, word, leads)
+        text += search.weights.alpha * log_prob
+    rank = tl.where(leads, total + text, NEG_INF)
+    precedes = (rank[None, :] == rank[:, None]) & (i[None, :] < i[:, None])
+    precedes |= rank[None, :] > rank[:, None]
+    place = tl.sum(precedes.to(tl.int32), axis=1)
+    kept = (rank > NEG_INF) & (place < nbest)
+    row = n * nbest + place
+    tl.store(results.scores + row, total, mask=kept)
+    tl.store(results.lm_scores + row, text, mask=kept)
+    missing = i < tl.where(valid, 0, nbest)
+    tl.store(results.scores + n * nbest + i, total * 0.0 + float("nan"), mask=missing)
+    tl.store(results.lm_scores + n * nbest + i, total * 0.0 + float("nan"), mask=missing)
+    # Count the labels of the best alignments, then write them from the last to the first.
+    length, walk = i * 0, tl.where(kept, event, -1)
+    while tl.max(walk, axis=0) >= 0:
+        length += (walk >= 0).to(tl.int32)
+        walk = tl.load(beams.events + walk, mask=walk >= 0, other=-1) >> 32
+    tl.store(results.lengths + row, length.to(tl.int64), mask=kept)
+    walk, place = tl.where(kept, event, -1), row * T + length - 1
+    while tl.max(walk, axis=0) >= 0:
+        mask = walk >= 0
+        word = tl.load(beams.events + walk, mask=mask, other=-1)
+        tl.store(results.tokens + place, word & 0xFFFFFFFF, mask=mask)
+        tl.store(results.steps + place, walk // beams.width, mask=mask)
+        tl.store(results.ends + place, end, mask=mask)
+        end = tl.load(beams.ends + walk, mask=mask, other=0).to(tl.int64)
+        walk, place = word >> 32, place - 1
+
+
+@triton.jit(do_not_specialize=["T", "N", "nbest", "stride_t", "stride_n"])
+def ctc_text_search_kernel(
+    logits_ptr,  # [T, N, C]
+    input_lengths_ptr,  # [N]
+    steps,  # Steps, of T N rows
+    tables,  # Tables
+    weights_ptr,  # [6] fp64, Weights
+    batch,  # Beams of all sequences
+    results,  # text_tables.TextBatch
+    T,
+    N,
+    nbest,
+    most_labels,
+    stride_t,
+    stride_n,
+    stride_c,
+    SCORE_BOUNDARY: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Search the texts of one sequence, and write the best whole ones."""
+    n = tl.program_id(0).to(tl.int64)
+    length, invalid = checked_length(input_lengths_ptr, n, T, 0, 0)
+    width = batch.width
+    beams = Beams(
+        batch.numbers + n * (3 * NUMBERS) * width,
+        batch.integers + n * (3 * INTEGERS) * width,
+        batch.ranks + n * (2 * BLOCK_W),
+        batch.chosen + n * BLOCK_W,
+        batch.taken + n * width * tables.C,
+        batch.events + n * T * width,
+        batch.ends + n * T * width,
+        width,
+    )
+    search = Search(beams, n, tables, load_weights(weights_ptr))
+    start(search, BLOCK_W)
+    tl.debug_barrier()
+    t, buffer, valid = length * 0, length * 0, ~invalid
+    while t < length:
+        row = t.to(tl.int64) * N + n
+        count = tl.load(steps.counts + row)
+        step = Step(
+            t,
+            buffer,
+            logits_ptr + t.to(tl.int64) * stride_t + n * stride_n,
+            stride_c,
+            steps.norms + 2 * row,
+            steps.labels + row * most_labels,
+            steps.log_probs + row * most_labels,
+            tl.maximum(count, 0),
+        )
+        stay(search, step, BLOCK_W, BLOCK_K)
+        tl.debug_barrier()
+        size = choose(search, step, BLOCK_W, BLOCK_P)
+        tl.debug_barrier()
+        enter(search, step, size, BLOCK_W)
+        tl.debug_barrier()
+        valid = valid & (count >= 0)
+        t, buffer = tl.where(count >= 0, t + 1, length), 1 - buffer
+    finish(search, results, T, nbest, valid, buffer, SCORE_BOUNDARY, BLOCK_W)
