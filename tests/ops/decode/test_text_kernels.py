@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.errors import raises
 from helpers.ngrams import arpa, ngrams_of
 from helpers.rows import kernel_devices
 from torch import Tensor
@@ -37,8 +36,8 @@ def compared(
     with partita.backend("triton"):
         found = decoder(x.to(device), lengths, **given)
     assert (found.text, found.words) == (expected.text, expected.words)
-    pairs = zip((found.lm_scores, *found.hypotheses), (expected.lm_scores, *expected.hypotheses))
-    for a, b in pairs:
+    tensors = [(each.lm_scores, *each.hypotheses) for each in (found, expected)]
+    for a, b in zip(*tensors, strict=True):
         assert a.device.type == device
         torch.testing.assert_close(a.cpu(), b, rtol=0.0, atol=1e-9, equal_nan=True)
     return found

@@ -130,7 +130,7 @@ class Tables(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The real numbers of a search; the host has a tensor of them, in fp64 under the interpreter too.
+    """The real numbers of a search, which a tensor of the host has in fp64.
 
     Fields:
         alpha, beta: the weight of the language model, and what each word adds.
