@@ -419,25 +419,34 @@ class CTCDecoder:
 
     def _transcripts(self, found: TextBatch, device: torch.device) -> Transcripts:
         """Return texts whose tensors are on a device."""
-        counts = found.lengths.tolist()
-        most = max((max(row) for row in counts), default=0)
-        labels = torch.stack([each[..., :most] for each in found[:3]]).tolist()
-        words = [
-            [self._words_in(*(each[n][i][:S] for each in labels)) for i, S in enumerate(row)]
-            for n, row in enumerate(counts)
-        ]
-        text = [[" ".join(word for word, *_ in each) for each in row] for row in words]
+        counts = found.lengths.flatten().tolist()
+        N, nbest, most = *found.lengths.shape, max(counts, default=0)
+        tokens, steps, ends = (each[..., :most].flatten(0, 1).cpu() for each in found[:3])
+        # The words of each text, and the places of their first and last labels among all labels.
+        spelled: list[list[str]] = []
+        firsts: list[int] = []
+        lasts: list[int] = []
+        has_pieces = any(len(text) > 1 for text in self._spaced)
+        for k, (labels, S) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            texts = [self._spaced[label] for label in labels[:S]]
+            owner: Sequence[int] = range(k * most, k * most + S)  # the label of each character
+            if has_pieces:
+                owner = [i for i, text in zip(owner, texts, strict=True) for _ in text]
+            matches = list(re.finditer("[^ ]+", "".join(texts)))
+            spelled.append([match[0] for match in matches])
+            firsts += [owner[match.start()] for match in matches]
+            lasts += [owner[match.end() - 1] for match in matches]
+        places = (x.flatten()[torch.tensor(at, dtype=torch.int64)].tolist() for x, at in ((steps, firsts), (ends, lasts)))
+        spans = zip(*places, strict=True)
+        timed = [[(word, *next(spans)) for word in words] for words in spelled]
+        text = [" ".join(words) for words in spelled]
         tokens, steps, _, lengths, scores, lm_scores = (each.to(device) for each in found)
-        return Transcripts(text, words, Hypotheses(tokens, lengths, scores, steps), lm_scores)
-
-    def _words_in(self, labels: list[int], starts: list[int], ends: list[int]) -> list[Word]:
-        """Return the words of labels with their steps."""
-        texts = [self._spaced[label] for label in labels]
-        owner = [i for i, text in enumerate(texts) for _ in text]  # the label of each character
-        return [
-            (found[0], starts[owner[found.start()]], ends[owner[found.end() - 1]])
-            for found in re.finditer("[^ ]+", "".join(texts))
-        ]
+        return Transcripts(
+            [text[n * nbest : (n + 1) * nbest] for n in range(N)],
+            [timed[n * nbest : (n + 1) * nbest] for n in range(N)],
+            Hypotheses(tokens, lengths, scores, steps),
+            lm_scores,
+        )
 
 
 class CTCStream:
