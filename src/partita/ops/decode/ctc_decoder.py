@@ -436,7 +436,10 @@ class CTCDecoder:
             spelled.append([match[0] for match in matches])
             firsts += [owner[match.start()] for match in matches]
             lasts += [owner[match.end() - 1] for match in matches]
-        places = (x.flatten()[torch.tensor(at, dtype=torch.int64)].tolist() for x, at in ((steps, firsts), (ends, lasts)))
+        places = (
+            x.flatten()[torch.tensor(at, dtype=torch.int64)].tolist()
+            for x, at in ((steps, firsts), (ends, lasts))
+        )
         spans = zip(*places, strict=True)
         timed = [[(word, *next(spans)) for word in words] for words in spelled]
         text = [" ".join(words) for words in spelled]

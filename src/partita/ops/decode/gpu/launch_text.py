@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....runtime.launch import launch, next_power_of_2
+from ..language_model import Trie
 from ..phrase_boost import Arcs
 from ..text_tables import (
     BOUNDARY,
@@ -24,13 +26,13 @@ from .plan import text_beam_options
 from .text_beam import (
     INTEGERS_OF_BEAM,
     NUMBERS_OF_BEAM,
+    Automata,
     Beams,
-    DeviceArcs,
-    DeviceLexicon,
-    DeviceModel,
+    Model,
     Steps,
     Tables,
     Weights,
+    ctc_text_finish_kernel,
     ctc_text_search_kernel,
     ctc_text_steps_kernel,
 )
@@ -49,16 +51,13 @@ def decoder_tables(
     trie = model = None
     if only or words.model is not None:
         integers = (each.to(device, torch.int32) for each in lexicon[:3])
-        trie = DeviceLexicon(*integers, *(each.to(device, torch.int8) for each in lexicon[3:]))
+        trie = Lexicon(*integers, *(each.to(device, torch.int8) for each in lexicon[3:]))
     if words.model is not None:
         W, ngrams = len(words.places), words.model._trie
         first = torch.searchsorted(ngrams.pairs, torch.arange(len(ngrams.backoffs) + 1) * W)
-        model = DeviceModel(
-            pairs=ngrams.pairs.to(device),
-            log_probs=ngrams.log_probs.to(device),
-            states=ngrams.states.to(device, torch.int32),
-            backoffs=ngrams.backoffs.to(device),
-            suffixes=ngrams.suffixes.to(device, torch.int32),
+        ngrams = ngrams._replace(states=ngrams.states.int(), suffixes=ngrams.suffixes.int())
+        model = Model(
+            trie=Trie(*(each.to(device) for each in ngrams)),
             first=first.to(device, torch.int32),
             words=W,
             unknown=words.unknown,
@@ -78,22 +77,28 @@ def decoder_tables(
     )
 
 
-def device_arcs(automata: Sequence[Arcs], device: torch.device) -> DeviceArcs | None:
+def device_automata(each: Sequence[Arcs], device: torch.device) -> Automata | None:
     """Return the automata of all sequences, each different one once, on a device, or None.
 
     Without phrases there are none.
     """
-    if all(len(arcs.credits) == 1 for arcs in automata):
+    if all(len(arcs.credits) == 1 for arcs in each):
         return None
-    different = list({id(arcs): arcs for arcs in automata}.values())
-    places = {id(arcs): k for k, arcs in enumerate(different)}
-    symbols, spans, pairs, credits = len(different[0].start_targets), [], 0, 0
+    different = list({id(arcs): arcs for arcs in each}.values())
+    symbols, pairs, credits, firsts, places = len(different[0].start_targets), 0, 0, [], {}
     for k, arcs in enumerate(different):
-        spans.append([pairs, pairs + len(arcs.pairs), k * symbols, credits])
-        pairs, credits = pairs + len(arcs.pairs), credits + len(arcs.credits)
-    tables = [torch.cat(parts).to(device) for parts in zip(*different, strict=True)]
-    which = torch.tensor(spans)[[places[id(arcs)] for arcs in automata]]
-    return DeviceArcs(*tables, which.to(device), symbols)
+        S = len(arcs.credits)
+        places[id(arcs)] = k * symbols, credits
+        firsts.append(pairs + torch.searchsorted(arcs.pairs, torch.arange(S + 1) * symbols))
+        pairs, credits = pairs + len(arcs.pairs), credits + S + 1
+    padded = [arcs._replace(credits=F.pad(arcs.credits, (0, 1))) for arcs in different]
+    tables = [torch.cat(parts).to(device) for parts in zip(*padded, strict=True)]
+    return Automata(
+        arcs=Arcs(*tables),
+        first=torch.cat(firsts).to(device, torch.int32),
+        places=torch.tensor([places[id(arcs)] for arcs in each]).to(device),
+        symbols=symbols,
+    )
 
 
 def ctc_text_search(
@@ -128,6 +133,7 @@ def ctc_text_search(
         taken=torch.zeros((N, width, C), dtype=torch.int32, device=device),
         events=empty(torch.int64, N, T, width),
         ends=empty(torch.int32, N, T, width),
+        last=empty(torch.int32, N),
         width=width,
     )
     numbers = Weights(
@@ -156,8 +162,8 @@ def ctc_text_search(
         num_warps=min(max(next_power_of_2(C) // 512, 1), 16),
     )
     tables = tables._replace(
-        hotwords=device_arcs([each.hotwords for each in phrases], device),
-        boost=device_arcs([each.boost for each in phrases], device),
+        hotwords=device_automata([each.hotwords for each in phrases], device),
+        boost=device_automata([each.boost for each in phrases], device),
     )
     launch(
         ctc_text_search_kernel,
@@ -168,13 +174,23 @@ def ctc_text_search(
         tables=tables,
         weights_ptr=weights,
         batch=memory,
-        results=found,
         T=T,
         N=N,
-        nbest=nbest,
         most_labels=K,
         **strides,
-        SCORE_BOUNDARY=options.score_boundary,
         **blocks,
+    )
+    launch(
+        ctc_text_finish_kernel,
+        N,
+        tables=tables,
+        weights_ptr=weights,
+        batch=memory,
+        results=found,
+        T=T,
+        nbest=nbest,
+        SCORE_BOUNDARY=options.score_boundary,
+        BLOCK_W=blocks["BLOCK_W"],
+        num_warps=1,
     )
     return found

@@ -98,7 +98,7 @@ def text_beam_options(width: int, labels: int) -> dict[str, int]:
         "BLOCK_W": max(next_power_of_2(width), MIN_BEAM_LANES),
         "BLOCK_P": block_p,
         "BLOCK_K": max(next_power_of_2(labels), MIN_BEAM_LANES),
-        "num_warps": min(max(block_p // 256, 1), 8) if block_p > 512 else 4,
+        "num_warps": min(max(block_p // 64, 1), 8),
     }
 
 

@@ -1,7 +1,8 @@
 """Beam search from CTC to text, with a language model, a lexicon and boosted phrases.
 
-One kernel takes the log-softmax of all steps and lists the labels that may extend a text. In
-another, one program goes through the steps of a sequence.
+Three kernels run one after the other. The first takes the log-softmax of all steps and lists the
+labels that may extend a text. In the second, one program goes through the steps of a sequence. The
+third writes the best whole texts.
 
 Each label is one character, so a text is one sequence of labels but for repeated boundaries. The
 beam is in memory, ordered by rank. A step has three phases with a barrier between them: the texts
@@ -9,7 +10,8 @@ that stay, the choice of the best among these and the extensions by labels, and 
 text is identified by a hash of its labels of 64 bits.
 
 With a text the beam has the states of the lexicon, the language model and the phrases after it, and
-its score after one more boundary. So a word is looked up once, when it enters the beam.
+its score and states after one more boundary. So a word is looked up once, when its text enters the
+beam.
 """
 
 from typing import Any, NamedTuple
@@ -29,12 +31,13 @@ BEST_LABEL, TOTAL, TEXT = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 AFTER, BONUS, NUMBERS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
 # Its integers, int64: the last events of the best alignments and the steps after them, its hash and
 # that of the text without its last label, and that label; the node of the lexicon and the length of
-# its unfinished word; the states of the language model, after one more boundary too, and of both
-# automata.
+# its unfinished word; the states of the language model and of both automata, and the same after one
+# more boundary.
 EVENT_BLANK, EVENT_LABEL, END_BLANK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 END_LABEL, HASH, PARENT, LAST = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 LEX, LENGTH, LM, AFTER_LM = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
-HOT, BOOST, INTEGERS = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
+HOT, AFTER_HOT, BOOST = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
+AFTER_BOOST, INTEGERS = tl.constexpr(14), tl.constexpr(16)  # the last one is not used
 NUMBERS_OF_BEAM, INTEGERS_OF_BEAM = NUMBERS.value, INTEGERS.value
 ROOT_HASH = tl.constexpr(1)
 BOUNDARY = tl.constexpr(0)  # see `text_tables`
@@ -56,30 +59,16 @@ class Steps(NamedTuple):
     norms: Any
 
 
-class DeviceLexicon(NamedTuple):
-    """A trie of words, as `text_tables.Lexicon`, with integers of 32 bits."""
-
-    first: Any
-    symbols: Any
-    words: Any
-    known: Any
-    starts: Any
-
-
-class DeviceModel(NamedTuple):
-    """A language model; see `language_model.Trie`.
+class Model(NamedTuple):
+    """A language model.
 
     Fields:
-        pairs, log_probs, states, backoffs, suffixes: its tables.
+        trie: see `language_model.Trie`; states and suffixes are int32.
         first: `[S + 1]` int32, where the pairs of each state start.
         words, unknown, final, start: the number of words, `<unk>`, `</s>`, and the first state.
     """
 
-    pairs: Any
-    log_probs: Any
-    states: Any
-    backoffs: Any
-    suffixes: Any
+    trie: Any
     first: Any
     words: Any
     unknown: Any
@@ -87,23 +76,21 @@ class DeviceModel(NamedTuple):
     start: Any
 
 
-class DeviceArcs(NamedTuple):
-    """The automata of all sequences one after the other; see `phrase_boost.Arcs`.
+class Automata(NamedTuple):
+    """The automata of all sequences.
 
     Fields:
-        pairs, targets, scores, start_targets, start_scores, credits: their tables.
-        spans: `[N, 4]` int64, for each sequence where the pairs, their end, the arcs of state 0 and
-            the credits of its automaton are.
+        arcs: see `phrase_boost.Arcs`; those of different automata stand one after the other, with
+            one more credit after those of each.
+        first: for each credit, where the pairs of its state start.
+        places: `[N, 2]` int64, where the arcs of state 0 and the credits of a sequence's automaton
+            start.
         symbols: the number of symbols.
     """
 
-    pairs: Any
-    targets: Any
-    scores: Any
-    start_targets: Any
-    start_scores: Any
-    credits: Any
-    spans: Any
+    arcs: Any
+    first: Any
+    places: Any
     symbols: Any
 
 
@@ -112,10 +99,13 @@ class Tables(NamedTuple):
 
     Fields:
         symbols: `[C]` int32, the symbol of each label.
-        lexicon, model, hotwords, boost: see there; None for what a search has not.
+        lexicon: see `text_tables.Lexicon`; its integers are int32 and its flags int8.
+        model, hotwords, boost: the language model and the automata.
         C, blank: the number of classes, and the blank.
         boundary: the label that is a boundary, or -1.
         only: whether a text has words of the lexicon only, 0 or 1.
+
+    What a search does not have is None, and so is the lexicon that it does not look at.
     """
 
     symbols: Any
@@ -148,6 +138,40 @@ class Weights(NamedTuple):
     skipped: Any
 
 
+@triton.jit
+def load_weights(weights_ptr):
+    """Load the weights of a search."""
+    first, second = tl.load(weights_ptr), tl.load(weights_ptr + 1)
+    third, fourth = tl.load(weights_ptr + 2), tl.load(weights_ptr + 3)
+    return Weights(first, second, third, fourth, tl.load(weights_ptr + 4), tl.load(weights_ptr + 5))
+
+
+class Beams(NamedTuple):
+    """The memory of one sequence; the host's has N of each.
+
+    Fields:
+        numbers: `[3, 8, width]` fp64: the beam of even and of odd steps, and texts that stay.
+        integers: `[3, 16, width]` int64, likewise.
+        ranks: `[2, BLOCK_W]` fp64, of the texts that stay, and of the best candidates.
+        chosen: `[BLOCK_W]` int32, the best candidates in the order of their ties.
+        taken: `[width, C]` int32, the step after which an extension was in the beam.
+        events: `[T, width]` int64, the event before each event and its label.
+        ends: `[T, width]` int32, the step after the event before.
+        last: the buffer of the last beam, or -1 for an invalid sequence.
+        width: the number of texts in the beam.
+    """
+
+    numbers: Any
+    integers: Any
+    ranks: Any
+    chosen: Any
+    taken: Any
+    events: Any
+    ends: Any
+    last: Any
+    width: Any
+
+
 class Search(NamedTuple):
     """The search of one sequence: its memory and index, what it looks up, and its weights."""
 
@@ -175,38 +199,6 @@ class Step(NamedTuple):
     labels_ptr: Any
     log_probs_ptr: Any
     count: Any
-
-
-@triton.jit
-def load_weights(weights_ptr):
-    """Load the weights of a search."""
-    first, second = tl.load(weights_ptr), tl.load(weights_ptr + 1)
-    third, fourth = tl.load(weights_ptr + 2), tl.load(weights_ptr + 3)
-    return Weights(first, second, third, fourth, tl.load(weights_ptr + 4), tl.load(weights_ptr + 5))
-
-
-class Beams(NamedTuple):
-    """The memory of one sequence; the host's has N of each.
-
-    Fields:
-        numbers: `[3, 8, width]` fp64: the beam of even and of odd steps, and texts that stay.
-        integers: `[3, 13, width]` int64, likewise.
-        ranks: `[2, BLOCK_W]` fp64, of the texts that stay, and of the best candidates.
-        chosen: `[BLOCK_W]` int32, the best candidates in the order of their ties.
-        taken: `[width, C]` int32, the step after which an extension was in the beam.
-        events: `[T, width]` int64, the event before each event and its label.
-        ends: `[T, width]` int32, the step after the event before.
-        width: the number of texts in the beam.
-    """
-
-    numbers: Any
-    integers: Any
-    ranks: Any
-    chosen: Any
-    taken: Any
-    events: Any
-    ends: Any
-    width: Any
 
 
 @triton.jit(do_not_specialize=["N", "C", "blank", "stride_t", "stride_n"])
@@ -303,31 +295,100 @@ def log_prob_of(model, context, word, mask):
     while tl.max(pending.to(tl.int32), axis=0) > 0:
         low = tl.load(model.first + context, mask=pending, other=0)
         high = tl.load(model.first + context + 1, mask=pending, other=0)
-        place = find(model.pairs, low, high, context * model.words + word, pending)
+        place = find(model.trie.pairs, low, high, context * model.words + word, pending)
         node = tl.where(place >= 0, place + model.words + 1, node)
         pending = pending & (place < 0)
-        backoff += tl.load(model.backoffs + context, mask=pending, other=0.0)
-        context = tl.load(model.suffixes + context, mask=pending, other=0).to(tl.int64)
+        backoff += tl.load(model.trie.backoffs + context, mask=pending, other=0.0)
+        context = tl.load(model.trie.suffixes + context, mask=pending, other=0).to(tl.int64)
         pending = pending & (context > 0)
-    log_prob = backoff + tl.load(model.log_probs + node, mask=mask, other=0.0)
-    return log_prob, tl.load(model.states + node, mask=mask, other=0).to(tl.int64)
+    log_prob = backoff + tl.load(model.trie.log_probs + node, mask=mask, other=0.0)
+    return log_prob, tl.load(model.trie.states + node, mask=mask, other=0).to(tl.int64)
+
+
+class Alignments(NamedTuple):
+    """The best alignments of texts that end in a blank, and in a label.
+
+    Fields:
+        blank, label: their log-probabilities.
+        event_blank, event_label, end_blank, end_label: their last events, and the steps after them.
+    """
+
+    blank: Any
+    label: Any
+    event_blank: Any
+    event_label: Any
+    end_blank: Any
+    end_label: Any
 
 
 @triton.jit
-def follow(arcs, n, state, symbol, mask):
+def load_alignments(beams, buffer, i, mask):
+    """Load the best alignments of texts."""
+    return Alignments(
+        number(beams, buffer, BEST_BLANK, i, mask),
+        number(beams, buffer, BEST_LABEL, i, mask),
+        integer(beams, buffer, EVENT_BLANK, i, mask),
+        integer(beams, buffer, EVENT_LABEL, i, mask),
+        integer(beams, buffer, END_BLANK, i, mask),
+        integer(beams, buffer, END_LABEL, i, mask),
+    )
+
+
+@triton.jit
+def best_of(alignments, repeats):
+    """Return the log-probabilities of the best alignments, their last events, and their ends.
+
+    Before a label that repeats the last one only alignments that end in a blank count.
+    """
+    by_label = (repeats == 0) & (alignments.label > alignments.blank)
+    best = tl.where(by_label, alignments.label, alignments.blank)
+    event = tl.where(by_label, alignments.event_label, alignments.event_blank)
+    return best, event, tl.where(by_label, alignments.end_label, alignments.end_blank)
+
+
+@triton.jit
+def add_inflow(ending, score, best, event, end, emitted):
+    """Add the extensions by a label to what ends in that label: a score, and the best alignment.
+
+    An event that the step adds is coded as -3 minus the event before it.
+    """
+    total, best_label, event_label, end_label = ending
+    is_better = best + emitted > best_label
+    return (
+        log_add(total, score + emitted),
+        tl.where(is_better, best + emitted, best_label),
+        tl.where(is_better, -3 - event, event_label),
+        tl.where(is_better, end, end_label),
+    )
+
+
+@triton.jit
+def follow(automata, n, state, symbol, mask):
     """Return what symbols add after states of an automaton, and the states that follow."""
-    spans_ptr = arcs.spans + 4 * n
-    first, end = tl.load(spans_ptr), tl.load(spans_ptr + 1)
-    start, credits_ptr = tl.load(spans_ptr + 2) + symbol, arcs.credits + tl.load(spans_ptr + 3)
-    zero = state * 0
-    place = find(arcs.pairs, first + zero, end + zero, state * arcs.symbols + symbol, mask)
+    arcs, places_ptr = automata.arcs, automata.places + 2 * n
+    start, state_place = tl.load(places_ptr) + symbol, tl.load(places_ptr + 1) + state
+    low = tl.load(automata.first + state_place, mask=mask, other=0)
+    high = tl.load(automata.first + state_place + 1, mask=mask, other=0)
+    place = find(arcs.pairs, low, high, state * automata.symbols + symbol, mask)
     exists = place >= 0
     from_start = mask & (exists == 0)
     score = tl.load(arcs.scores + place, mask=exists, other=0.0)
     score += tl.load(arcs.start_scores + start, mask=from_start, other=0.0)
     target = tl.load(arcs.targets + place, mask=exists, other=0)
     target += tl.load(arcs.start_targets + start, mask=from_start, other=0)
-    return score - tl.load(credits_ptr + state, mask=mask, other=0.0), target
+    return score - tl.load(arcs.credits + state_place, mask=mask, other=0.0), target
+
+
+@triton.jit
+def load_phrases(search, buffer, hot: tl.constexpr, boost: tl.constexpr, i, mask):
+    """Load the states of both automata, which are 0 for those that a search does not have."""
+    zero = tl.zeros(i.shape, tl.int64)
+    hot_state, boost_state = zero, zero
+    if search.tables.hotwords is not None:
+        hot_state = integer(search.beams, buffer, hot, i, mask)
+    if search.tables.boost is not None:
+        boost_state = integer(search.beams, buffer, boost, i, mask)
+    return hot_state, boost_state
 
 
 @triton.jit
@@ -380,55 +441,54 @@ def end_words(search, text, node, state, mask):
 
 
 @triton.jit
-def best_alignment(beams, buffer, i, repeats, mask):
-    """Return the log-probability of the best alignment of texts, its last event and its end.
-
-    Of a text that a label would repeat, only alignments that end in a blank count.
-    """
-    by_blank = number(beams, buffer, BEST_BLANK, i, mask)
-    by_label = number(beams, buffer, BEST_LABEL, i, mask)
-    through_label = (repeats == 0) & (by_label > by_blank)
-    event_blank = integer(beams, buffer, EVENT_BLANK, i, mask)
-    event_label = integer(beams, buffer, EVENT_LABEL, i, mask)
-    end_blank = integer(beams, buffer, END_BLANK, i, mask)
-    end_label = integer(beams, buffer, END_LABEL, i, mask)
-    event = tl.where(through_label, event_label, event_blank)
-    end = tl.where(through_label, end_label, end_blank)
-    return tl.where(through_label, by_label, by_blank), event, end
-
-
-@triton.jit
-def label_inflow(beams, buffer, i, label, mask):
-    """Return what the texts i give to their extensions by labels.
-
-    The results are the log-probability before the label, and the best alignment.
-    """
-    repeats = integer(beams, buffer, LAST, i, mask) == label
-    total = number(beams, buffer, TOTAL, i, mask)
-    score = tl.where(repeats, number(beams, buffer, BLANK, i, mask), total)
-    best, event, end = best_alignment(beams, buffer, i, repeats, mask)
-    return score, best, event, end
+def start(search, BLOCK_W: tl.constexpr):
+    """Store the beam that has the empty text alone, which follows a boundary."""
+    beams, tables, n = search.beams, search.tables, search.n
+    score, state = search.weights.alpha * 0.0, n * 0
+    hot, boost = state, state
+    if tables.model is not None:
+        state += tables.model.start
+    if tables.hotwords is not None:
+        place = tl.load(tables.hotwords.places + 2 * n) + BOUNDARY
+        score += tl.load(tables.hotwords.arcs.start_scores + place)
+        hot = tl.load(tables.hotwords.arcs.start_targets + place)
+    if tables.boost is not None:
+        place = tl.load(tables.boost.places + 2 * n) + BOUNDARY
+        score += tl.load(tables.boost.arcs.start_scores + place)
+        boost = tl.load(tables.boost.arcs.start_targets + place)
+    # All numbers of a beam, and all of its integers, are stored together.
+    lane = tl.arange(0, NUMBERS * BLOCK_W)
+    field, i = lane // BLOCK_W, lane % BLOCK_W
+    one = (i == 0) & ((field == BLANK) | (field == BEST_BLANK) | (field == TOTAL))
+    numbers = tl.where((i == 0) & (field >= TEXT), score, tl.where(one, 0.0, NEG_INF))
+    tl.store(beams.numbers + field * beams.width + i, numbers, mask=i < beams.width)
+    lane = tl.arange(0, INTEGERS * BLOCK_W)
+    field, i = lane // BLOCK_W, lane % BLOCK_W
+    integers = tl.where(field <= EVENT_LABEL, n * 0 - 1, n * 0)
+    integers = tl.where(field == HASH, ROOT_HASH, integers)
+    integers = tl.where(field == LAST, tables.boundary, integers)
+    integers = tl.where((field == LM) | (field == AFTER_LM), state, integers)
+    integers = tl.where(field == HOT, hot, integers)
+    integers = tl.where(field == BOOST, boost, integers)
+    tl.store(beams.integers + field * beams.width + i, integers, mask=i < beams.width)
 
 
 @triton.jit
 def stay(search, step, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Compute the texts that get no character, merged with the extensions that lead to them.
-
-    An event that the step adds is coded as -3 minus the event before it.
-    """
+    """Compute the texts that get no character, merged with the extensions that lead to them."""
     beams, buffer, tables = search.beams, step.buffer, search.tables
     i, k = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
     mask = i < beams.width
     total = number(beams, buffer, TOTAL, i, mask)
     alive = mask & (total > NEG_INF)
+    blank, label = number(beams, buffer, BLANK, i, alive), number(beams, buffer, LABEL, i, alive)
+    own, last = load_alignments(beams, buffer, i, alive), integer(beams, buffer, LAST, i, alive)
     shift, log_sum = tl.load(step.norms_ptr), tl.load(step.norms_ptr + 1)
     blank_ptr = step.row_ptr + (search.n * 0 + tables.blank) * step.class_stride
     log_blank = tl.load(blank_ptr).to(tl.float64) - shift - log_sum
-    last = integer(beams, buffer, LAST, i, alive)
     has_label = alive & (last >= 0)
     emitted = tl.load(step.row_ptr + last * step.class_stride, mask=has_label, other=0.0)
     emitted = tl.where(has_label, emitted.to(tl.float64) - shift - log_sum, NEG_INF)
-    own = tl.where(log_blank > search.weights.skipped, NEG_INF, emitted)
     # Whether the label may extend a text at this step, and where the text without it is.
     labels = tl.load(step.labels_ptr + k, mask=k < step.count, other=-1).to(tl.int64)
     extends = has_label & (tl.max((labels[None, :] == last[:, None]).to(tl.int32), axis=1) > 0)
@@ -438,33 +498,43 @@ def stay(search, step, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr):
     parent = tl.max(tl.where(match, i[None, :], -1), axis=1)
     has_parent = extends & (parent >= 0)
     tl.store(beams.taken + parent * tables.C + last, step.t + 1, mask=has_parent)
+    repeats = integer(beams, buffer, LAST, parent, has_parent) == last
+    theirs = load_alignments(beams, buffer, parent, has_parent)
+    score = number(beams, buffer, TOTAL, parent, has_parent)
+    score = tl.where(repeats, number(beams, buffer, BLANK, parent, has_parent), score)
+    best, event, end = best_of(theirs, repeats)
     # A boundary after a boundary leads to the text itself. Of two sources the older comes first.
-    repeats = extends & (last == tables.boundary) & (integer(beams, buffer, LENGTH, i, alive) == 0)
-    first = tl.where(has_parent & ((repeats == 0) | (parent < i)), parent, i)
-    second = tl.where(first == i, parent, i)
-    from_both = has_parent & repeats
-    inflow, best, event, end = label_inflow(beams, buffer, first, last, has_parent | repeats)
-    best_blank, event_blank, end_blank = best_alignment(beams, buffer, i, i < 0, alive)
-    label = log_add(number(beams, buffer, LABEL, i, alive) + own, inflow + emitted)
-    best_label = number(beams, buffer, BEST_LABEL, i, alive) + own
-    event_label, end_label = (
-        integer(beams, buffer, EVENT_LABEL, i, alive),
-        i.to(tl.int64) * 0 + step.t + 1,
+    is_source = extends & (last == tables.boundary)
+    is_source = is_source & (integer(beams, buffer, LENGTH, i, alive) == 0)
+    own_score, own_best = (
+        tl.where(is_source, blank, NEG_INF),
+        tl.where(is_source, own.blank, NEG_INF),
     )
-    is_better = best + emitted > best_label
-    best_label = tl.where(is_better, best + emitted, best_label)
-    event_label = tl.where(is_better, -3 - event, event_label)
-    end_label = tl.where(is_better, end, end_label)
-    inflow, best, event, end = label_inflow(beams, buffer, second, last, from_both)
-    label = log_add(label, inflow + emitted)
-    is_better = best + emitted > best_label
-    best_label = tl.where(is_better, best + emitted, best_label)
-    event_label = tl.where(is_better, -3 - event, event_label)
-    end_label = tl.where(is_better, end, end_label)
+    swaps = parent > i
+    own_emitted = tl.where(log_blank > search.weights.skipped, NEG_INF, emitted)
+    own_end = tl.zeros([BLOCK_W], tl.int64) + (step.t + 1)
+    ending = (label + own_emitted, own.label + own_emitted, own.event_label, own_end)
+    ending = add_inflow(
+        ending,
+        tl.where(swaps, own_score, score),
+        tl.where(swaps, own_best, best),
+        tl.where(swaps, own.event_blank, event),
+        tl.where(swaps, own.end_blank, end),
+        emitted,
+    )
+    label, best_label, event_label, end_label = add_inflow(
+        ending,
+        tl.where(swaps, score, own_score),
+        tl.where(swaps, best, own_best),
+        tl.where(swaps, event, own.event_blank),
+        tl.where(swaps, end, own.end_blank),
+        emitted,
+    )
+    best, event, end = best_of(own, i < 0)
     blank = total + log_blank
     total = log_add(blank, label)
-    numbers = (blank, label, best_blank + log_blank, best_label, total)
-    store_texts(beams, 2, i, numbers, (event_blank, event_label, end_blank, end_label))
+    numbers = (blank, label, best + log_blank, best_label, total)
+    store_texts(beams, 2, i, numbers, (event, event_label, end, end_label))
     tl.store(beams.ranks + i, total + number(beams, buffer, BONUS, i, alive), mask=mask)
 
 
@@ -489,7 +559,7 @@ def choose(search, step, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
     grows = mask & (ends_word == 0)
     symbol = tl.load(tables.symbols + label, mask=mask, other=0)
     text, node = number(beams, buffer, TEXT, i, grows), integer(beams, buffer, LEX, i, grows)
-    hot, boost = integer(beams, buffer, HOT, i, grows), integer(beams, buffer, BOOST, i, grows)
+    hot, boost = load_phrases(search, buffer, HOT, BOOST, i, grows)
     text, hot, _ = add_phrases(search, text, hot, boost, symbol, grows)
     text, _ = grow_words(search, text, hot, node, length + 1, symbol, grows)
     after = number(beams, buffer, AFTER, i, mask & ends_word)
@@ -519,157 +589,97 @@ def enter(search, step, size, BLOCK_W: tl.constexpr):
     place = ranks_in_order(beams.ranks + BLOCK_W, size, BLOCK_W, BLOCK_W)
     place = tl.where(alive, place, lane)
     is_new = alive & (chosen >= beams.width)
-    stays = alive & (is_new == 0)
     pair, count = chosen - beams.width, tl.maximum(step.count, 1)
     i, k = tl.where(is_new, pair // count, chosen), tl.where(is_new, pair % count, 0)
     label = tl.load(step.labels_ptr + k, mask=is_new, other=-1).to(tl.int64)
-    value = tl.load(step.log_probs_ptr + k, mask=is_new, other=0.0)
-    inflow, best, event, end = label_inflow(beams, buffer, i, label, is_new)
-    # What the words and phrases of the texts are.
+    log_prob = tl.load(step.log_probs_ptr + k, mask=is_new, other=0.0)
+    # The alignments: of a new text those of the text that a label extends, else those that stay.
+    source = tl.where(is_new, buffer, 2)
+    own, total = load_alignments(beams, source, i, alive), number(beams, source, TOTAL, i, alive)
+    blank, last = number(beams, source, BLANK, i, alive), integer(beams, buffer, LAST, i, alive)
+    best, event, end = best_of(own, last == label)
+    event = tl.where(is_new, -3 - event, own.event_label)
+    end = tl.where(is_new, end, own.end_label)
+    last_label = tl.where(is_new, label, last)
+    adds, row = alive & (event <= -2), step.t.to(tl.int64) * beams.width + place
+    tl.store(beams.events + row, ((-3 - event) << 32) | last_label, mask=adds)
+    tl.store(beams.ends + row, end, mask=adds)
+    extended = tl.where(last == label, blank, total) + log_prob
+    numbers = (
+        tl.where(is_new, NEG_INF, blank),
+        tl.where(is_new, extended, number(beams, 2, LABEL, i, alive & (is_new == 0))),
+        tl.where(is_new, NEG_INF, own.blank),
+        tl.where(is_new, best + log_prob, own.label),
+        tl.where(is_new, extended, total),
+    )
+    hashed = integer(beams, buffer, HASH, i, alive)
+    integers = (
+        tl.where(is_new, -1, own.event_blank),
+        tl.where(adds, row, event),
+        tl.where(is_new, 0, own.end_blank),
+        tl.where(adds, step.t + 1, end),
+        tl.where(is_new, hash_after(hashed, label), hashed),
+        tl.where(is_new, hashed, integer(beams, buffer, PARENT, i, alive)),
+        last_label,
+    )
+    # The words and phrases of the texts.
     ends_word = is_new & (label == tables.boundary)
     grows = is_new & (ends_word == 0)
-    symbol = tl.load(tables.symbols + label, mask=is_new, other=0)
+    symbol = tl.load(tables.symbols + label, mask=grows, other=0)
     text, after = number(beams, buffer, TEXT, i, alive), number(beams, buffer, AFTER, i, alive)
     bonus = number(beams, buffer, BONUS, i, alive)
-    node, state = integer(beams, buffer, LEX, i, alive), integer(beams, buffer, LM, i, alive)
-    after_state = integer(beams, buffer, AFTER_LM, i, alive)
-    length = integer(beams, buffer, LENGTH, i, alive)
-    hot, boost = integer(beams, buffer, HOT, i, alive), integer(beams, buffer, BOOST, i, alive)
-    grown, new_hot, new_boost = add_phrases(search, text, hot, boost, symbol, is_new)
-    hot, boost = tl.where(is_new, new_hot, hot), tl.where(is_new, new_boost, boost)
-    length = tl.where(grows, length + 1, tl.where(ends_word, 0, length))
+    node, length = integer(beams, buffer, LEX, i, alive), integer(beams, buffer, LENGTH, i, alive)
+    hot, boost = load_phrases(search, buffer, HOT, BOOST, i, alive)
+    after_hot, after_boost = load_phrases(search, buffer, AFTER_HOT, AFTER_BOOST, i, alive)
+    grown, new_hot, new_boost = add_phrases(search, text, hot, boost, symbol, grows)
     text = tl.where(ends_word, after, tl.where(grows, grown, text))
-    state = tl.where(ends_word, after_state, state)
+    hot = tl.where(ends_word, after_hot, tl.where(grows, new_hot, hot))
+    boost = tl.where(ends_word, after_boost, tl.where(grows, new_boost, boost))
+    length = tl.where(grows, length + 1, tl.where(ends_word, 0, length))
     new_bonus, new_node = grow_words(search, text, hot, node, length, symbol, grows)
     bonus = tl.where(grows, new_bonus, tl.where(ends_word, text, bonus))
     node = tl.where(grows, new_node, tl.where(ends_word, 0, node))
     # And what a boundary would make of them.
-    ended, _, _ = add_phrases(search, text, hot, boost, symbol * 0 + BOUNDARY, grows)
-    ended, ended_state = end_words(search, ended, node, state, grows)
-    after = tl.where(grows, ended, after)
-    after_state = tl.where(grows, ended_state, after_state)
-    # The alignments, and the event of the last label.
-    hashed = integer(beams, buffer, HASH, i, alive)
-    parent = tl.where(is_new, hashed, integer(beams, buffer, PARENT, i, stays))
-    hashed = tl.where(is_new, hash_after(hashed, label), hashed)
-    coded = tl.where(is_new, -3 - event, integer(beams, 2, EVENT_LABEL, i, stays))
-    end = tl.where(is_new, end, integer(beams, 2, END_LABEL, i, stays))
-    last = tl.where(is_new, label, integer(beams, buffer, LAST, i, stays))
-    adds = alive & (coded <= -2)
-    row = step.t.to(tl.int64) * beams.width + place
-    tl.store(beams.events + row, ((-3 - coded) << 32) | last, mask=adds)
-    tl.store(beams.ends + row, end, mask=adds)
-    new_label = tl.where(is_new, inflow + value, number(beams, 2, LABEL, i, stays))
-    numbers = (
-        number(beams, 2, BLANK, i, stays),
-        new_label,
-        number(beams, 2, BEST_BLANK, i, stays),
-        tl.where(is_new, best + value, number(beams, 2, BEST_LABEL, i, stays)),
-        tl.where(is_new, new_label, number(beams, 2, TOTAL, i, stays)),
+    ended, ended_hot, ended_boost = add_phrases(
+        search, text, hot, boost, symbol * 0 + BOUNDARY, grows
     )
-    integers = (
-        integer(beams, 2, EVENT_BLANK, i, stays),
-        tl.where(adds, row, coded),
-        integer(beams, 2, END_BLANK, i, stays),
-        tl.where(adds, step.t + 1, end),
-    )
-    integers = integers + (hashed, parent, last, node, length, state, after_state, hot, boost)
-    store_texts(beams, 1 - buffer, place, numbers + (text, after, bonus), integers)
-
-
-@triton.jit
-def start(search, BLOCK_W: tl.constexpr):
-    """Store the beam that has the empty text alone, which follows a boundary."""
-    lane, tables = tl.arange(0, BLOCK_W), search.tables
-    zero = lane.to(tl.int64) * 0
-    impossible = tl.full([BLOCK_W], -float("inf"), tl.float64)
-    one = tl.where(lane == 0, 0.0, impossible)
-    score, hot, boost = add_phrases(
-        search, tl.zeros([BLOCK_W], tl.float64), zero, zero, lane * 0 + BOUNDARY, lane == 0
-    )
-    state = zero
+    state, after_state = hot * 0, hot * 0
     if tables.model is not None:
-        state += tables.model.start
-    missing = zero - 1
-    numbers = (one, impossible, one, impossible, one, score, score, score)
-    integers = (missing, missing, zero, zero, zero + ROOT_HASH, zero, zero + tables.boundary)
-    integers = integers + (zero, zero, state, state, hot, boost)
-    store_texts(search.beams, 0, lane, numbers, integers)
+        after_state = integer(beams, buffer, AFTER_LM, i, alive)
+        state = tl.where(ends_word, after_state, integer(beams, buffer, LM, i, alive))
+    ended, ended_state = end_words(search, ended, node, state, grows)
+    numbers = numbers + (text, tl.where(grows, ended, after), bonus)
+    integers = integers + (node, length)
+    if tables.model is not None or tables.hotwords is not None or tables.boost is not None:
+        integers = integers + (state, tl.where(grows, ended_state, after_state))
+    if tables.hotwords is not None or tables.boost is not None:
+        integers = integers + (
+            hot,
+            tl.where(grows, ended_hot, after_hot),
+            boost,
+            tl.where(grows, ended_boost, after_boost),
+        )
+    store_texts(beams, 1 - buffer, place, numbers, integers)
 
 
 @triton.jit
-def credit_of(arcs, n, state, mask):
-    """Return what states of an automaton have earned and a whole text gives back."""
-    return tl.load(arcs.credits + tl.load(arcs.spans + 4 * n + 3) + state, mask=mask, other=0.0)
+def beams_of(batch, n, T, C, BLOCK_W: tl.constexpr):
+    """Return the memory of a sequence."""
+    width = batch.width
+    return Beams(
+        batch.numbers + n * (3 * NUMBERS) * width,
+        batch.integers + n * (3 * INTEGERS) * width,
+        batch.ranks + n * (2 * BLOCK_W),
+        batch.chosen + n * BLOCK_W,
+        batch.taken + n * width * C,
+        batch.events + n * T * width,
+        batch.ends + n * T * width,
+        batch.last + n,
+        width,
+    )
 
 
-@triton.jit
-def finish(
-    search, results, T, nbest, valid, buffer, SCORE_BOUNDARY: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    """Write the best whole texts of the last beam."""
-    beams, n, tables = search.beams, search.n, search.tables
-    i = tl.arange(0, BLOCK_W)
-    mask = i < tl.where(valid, beams.width, 0)
-    total = number(beams, buffer, TOTAL, i, mask)
-    alive = mask & (total > NEG_INF)
-    # A text with an unfinished word and the same one with a boundary are one, led by the older.
-    hashed = integer(beams, buffer, HASH, i, alive)
-    unfinished = alive & (integer(beams, buffer, LENGTH, i, alive) > 0)
-    whole = tl.where(unfinished, hash_after(hashed, tables.boundary), hashed)
-    match = (whole[None, :] == whole[:, None]) & alive[None, :] & alive[:, None]
-    leads = alive & (tl.min(tl.where(match, i[None, :], BLOCK_W), axis=1) == i)
-    second = tl.max(tl.where(match, i[None, :], -1), axis=1)
-    best, event, end = best_alignment(beams, buffer, i, i < 0, leads)
-    second_best, second_event, second_end = best_alignment(beams, buffer, second, i < 0, leads)
-    second_total = number(beams, buffer, TOTAL, second, leads & (second > i))
-    total = log_add(total, second_total)
-    event = tl.where(second_best > best, second_event, event)
-    end = tl.where(second_best > best, second_end, end)
-    # What the words and phrases of the whole text add.
-    text = number(beams, buffer, TEXT, i, leads)
-    hot, boost = integer(beams, buffer, HOT, i, leads), integer(beams, buffer, BOOST, i, leads)
-    _, hot, boost = add_phrases(search, text, hot, boost, i * 0 + BOUNDARY, unfinished)
-    text = tl.where(unfinished, number(beams, buffer, AFTER, i, leads), text)
-    if tables.hotwords is not None:
-        text -= credit_of(tables.hotwords, n, hot, leads)
-    if tables.boost is not None:
-        text -= credit_of(tables.boost, n, boost, leads)
-    if SCORE_BOUNDARY and tables.model is not None:
-        state = integer(beams, buffer, LM, i, leads)
-        state = tl.where(unfinished, integer(beams, buffer, AFTER_LM, i, leads), state)
-        word = tl.zeros([BLOCK_W], tl.int64) + tables.model.final
-        log_prob, _ = log_prob_of(tables.model, state, word, leads)
-        text += search.weights.alpha * log_prob
-    rank = tl.where(leads, total + text, NEG_INF)
-    precedes = (rank[None, :] == rank[:, None]) & (i[None, :] < i[:, None])
-    precedes |= rank[None, :] > rank[:, None]
-    place = tl.sum(precedes.to(tl.int32), axis=1)
-    kept = (rank > NEG_INF) & (place < nbest)
-    row = n * nbest + place
-    tl.store(results.scores + row, total, mask=kept)
-    tl.store(results.lm_scores + row, text, mask=kept)
-    missing = i < tl.where(valid, 0, nbest)
-    tl.store(results.scores + n * nbest + i, total * 0.0 + float("nan"), mask=missing)
-    tl.store(results.lm_scores + n * nbest + i, total * 0.0 + float("nan"), mask=missing)
-    # Count the labels of the best alignments, then write them from the last to the first.
-    length, walk = i * 0, tl.where(kept, event, -1)
-    while tl.max(walk, axis=0) >= 0:
-        length += (walk >= 0).to(tl.int32)
-        walk = tl.load(beams.events + walk, mask=walk >= 0, other=-1) >> 32
-    tl.store(results.lengths + row, length.to(tl.int64), mask=kept)
-    walk, place = tl.where(kept, event, -1), row * T + length - 1
-    while tl.max(walk, axis=0) >= 0:
-        mask = walk >= 0
-        word = tl.load(beams.events + walk, mask=mask, other=-1)
-        tl.store(results.tokens + place, word & 0xFFFFFFFF, mask=mask)
-        tl.store(results.steps + place, walk // beams.width, mask=mask)
-        tl.store(results.ends + place, end, mask=mask)
-        end = tl.load(beams.ends + walk, mask=mask, other=0).to(tl.int64)
-        walk, place = word >> 32, place - 1
-
-
-@triton.jit(do_not_specialize=["T", "N", "nbest", "stride_t", "stride_n"])
+@triton.jit(do_not_specialize=["T", "N", "stride_t", "stride_n"])
 def ctc_text_search_kernel(
     logits_ptr,  # [T, N, C]
     input_lengths_ptr,  # [N]
@@ -677,33 +687,20 @@ def ctc_text_search_kernel(
     tables,  # Tables
     weights_ptr,  # [6] fp64, Weights
     batch,  # Beams of all sequences
-    results,  # text_tables.TextBatch
     T,
     N,
-    nbest,
     most_labels,
     stride_t,
     stride_n,
     stride_c,
-    SCORE_BOUNDARY: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Search the texts of one sequence, and write the best whole ones."""
+    """Search the texts of one sequence."""
     n = tl.program_id(0).to(tl.int64)
     length, invalid = checked_length(input_lengths_ptr, n, T, 0, 0)
-    width = batch.width
-    beams = Beams(
-        batch.numbers + n * (3 * NUMBERS) * width,
-        batch.integers + n * (3 * INTEGERS) * width,
-        batch.ranks + n * (2 * BLOCK_W),
-        batch.chosen + n * BLOCK_W,
-        batch.taken + n * width * tables.C,
-        batch.events + n * T * width,
-        batch.ends + n * T * width,
-        width,
-    )
+    beams = beams_of(batch, n, T, tables.C, BLOCK_W)
     search = Search(beams, n, tables, load_weights(weights_ptr))
     start(search, BLOCK_W)
     tl.debug_barrier()
@@ -729,4 +726,89 @@ def ctc_text_search_kernel(
         tl.debug_barrier()
         valid = valid & (count >= 0)
         t, buffer = tl.where(count >= 0, t + 1, length), 1 - buffer
-    finish(search, results, T, nbest, valid, buffer, SCORE_BOUNDARY, BLOCK_W)
+    tl.store(beams.last, tl.where(valid, buffer, -1))
+
+
+@triton.jit
+def credit_of(automata, n, state, mask):
+    """Return what states of an automaton have earned and a whole text gives back."""
+    credits_ptr = automata.arcs.credits + tl.load(automata.places + 2 * n + 1)
+    return tl.load(credits_ptr + state, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "nbest"])
+def ctc_text_finish_kernel(
+    tables,  # Tables
+    weights_ptr,  # [6] fp64, Weights
+    batch,  # Beams of all sequences
+    results,  # text_tables.TextBatch
+    T,
+    nbest,
+    SCORE_BOUNDARY: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write the best whole texts of the last beam of one sequence."""
+    n = tl.program_id(0).to(tl.int64)
+    beams = beams_of(batch, n, T, tables.C, BLOCK_W)
+    search = Search(beams, n, tables, load_weights(weights_ptr))
+    last, i = tl.load(beams.last), tl.arange(0, BLOCK_W)
+    buffer = tl.maximum(last, 0)
+    total = number(beams, buffer, TOTAL, i, i < tl.where(last >= 0, beams.width, 0))
+    alive = total > NEG_INF
+    # A text with an unfinished word and the same one with a boundary are one, led by the older.
+    hashed = integer(beams, buffer, HASH, i, alive)
+    unfinished = alive & (integer(beams, buffer, LENGTH, i, alive) > 0)
+    whole = tl.where(unfinished, hash_after(hashed, tables.boundary), hashed)
+    match = (whole[None, :] == whole[:, None]) & alive[None, :] & alive[:, None]
+    leads = alive & (tl.min(tl.where(match, i[None, :], BLOCK_W), axis=1) == i)
+    other = tl.max(tl.where(match, i[None, :], -1), axis=1)
+    has_other = leads & (other > i)
+    best, event, end = best_of(load_alignments(beams, buffer, i, leads), i < 0)
+    theirs = load_alignments(beams, buffer, other, has_other)
+    other_best, other_event, other_end = best_of(theirs, i < 0)
+    total = log_add(total, number(beams, buffer, TOTAL, other, has_other))
+    event = tl.where(other_best > best, other_event, event)
+    end = tl.where(other_best > best, other_end, end)
+    # What the words and phrases of the whole text add.
+    text = number(beams, buffer, TEXT, i, leads)
+    text = tl.where(unfinished, number(beams, buffer, AFTER, i, leads), text)
+    hot, boost = load_phrases(search, buffer, HOT, BOOST, i, leads)
+    after_hot, after_boost = load_phrases(search, buffer, AFTER_HOT, AFTER_BOOST, i, leads)
+    credit = text * 0.0
+    if tables.hotwords is not None:
+        credit += credit_of(tables.hotwords, n, tl.where(unfinished, after_hot, hot), leads)
+    if tables.boost is not None:
+        credit += credit_of(tables.boost, n, tl.where(unfinished, after_boost, boost), leads)
+    text = tl.where(leads, text - credit, 0.0)
+    if SCORE_BOUNDARY and tables.model is not None:
+        state = integer(beams, buffer, LM, i, leads)
+        state = tl.where(unfinished, integer(beams, buffer, AFTER_LM, i, leads), state)
+        word = tl.zeros([BLOCK_W], tl.int64) + tables.model.final
+        log_prob, _ = log_prob_of(tables.model, state, word, leads)
+        text += search.weights.alpha * log_prob
+    rank = tl.where(leads, total + text, NEG_INF)
+    precedes = (rank[None, :] == rank[:, None]) & (i[None, :] < i[:, None])
+    precedes |= rank[None, :] > rank[:, None]
+    place = tl.sum(precedes.to(tl.int32), axis=1)
+    kept = (rank > NEG_INF) & (place < nbest)
+    row = n * nbest + place
+    tl.store(results.scores + row, total, mask=kept)
+    tl.store(results.lm_scores + row, text, mask=kept)
+    invalid, nan = i < tl.where(last >= 0, 0, nbest), total * 0.0 + float("nan")
+    tl.store(results.scores + n * nbest + i, nan, mask=invalid)
+    tl.store(results.lm_scores + n * nbest + i, nan, mask=invalid)
+    # Count the labels of the best alignments, then write them from the last to the first.
+    length, walk = i * 0, tl.where(kept, event, -1)
+    while tl.max(walk, axis=0) >= 0:
+        length += (walk >= 0).to(tl.int32)
+        walk = tl.load(beams.events + walk, mask=walk >= 0, other=-1) >> 32
+    tl.store(results.lengths + row, length.to(tl.int64), mask=kept)
+    walk, place = tl.where(kept, event, -1), row * T + length - 1
+    while tl.max(walk, axis=0) >= 0:
+        mask = walk >= 0
+        word = tl.load(beams.events + walk, mask=mask, other=-1)
+        tl.store(results.tokens + place, word & 0xFFFFFFFF, mask=mask)
+        tl.store(results.steps + place, walk // beams.width, mask=mask)
+        tl.store(results.ends + place, end, mask=mask)
+        end = tl.load(beams.ends + walk, mask=mask, other=0).to(tl.int64)
+        walk, place = word >> 32, place - 1
