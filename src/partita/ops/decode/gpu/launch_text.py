@@ -85,16 +85,22 @@ def device_automata(each: Sequence[Arcs], device: torch.device) -> Automata | No
     if all(len(arcs.credits) == 1 for arcs in each):
         return None
     different = list({id(arcs): arcs for arcs in each}.values())
-    symbols, pairs, credits, firsts, places = len(different[0].start_targets), 0, 0, [], {}
-    for k, arcs in enumerate(different):
+    symbols, firsts, places = len(different[0].start_targets), [], {}
+    pairs, start, state = 0, sum(len(arcs.pairs) for arcs in different), 0
+    for arcs in different:
         S = len(arcs.credits)
-        places[id(arcs)] = k * symbols, credits
+        places[id(arcs)] = start, state
         firsts.append(pairs + torch.searchsorted(arcs.pairs, torch.arange(S + 1) * symbols))
-        pairs, credits = pairs + len(arcs.pairs), credits + S + 1
-    padded = [arcs._replace(credits=F.pad(arcs.credits, (0, 1))) for arcs in different]
-    tables = [torch.cat(parts).to(device) for parts in zip(*padded, strict=True)]
+        pairs, start, state = pairs + len(arcs.pairs), start + symbols, state + S + 1
     return Automata(
-        arcs=Arcs(*tables),
+        pairs=torch.cat([arcs.pairs for arcs in different]).to(device),
+        targets=torch.cat([a.targets for a in different] + [a.start_targets for a in different]).to(
+            device
+        ),
+        scores=torch.cat([a.scores for a in different] + [a.start_scores for a in different]).to(
+            device
+        ),
+        credits=torch.cat([F.pad(arcs.credits, (0, 1)) for arcs in different]).to(device),
         first=torch.cat(firsts).to(device, torch.int32),
         places=torch.tensor([places[id(arcs)] for arcs in each]).to(device),
         symbols=symbols,

@@ -77,18 +77,22 @@ class Model(NamedTuple):
 
 
 class Automata(NamedTuple):
-    """The automata of all sequences.
+    """The automata of all sequences; see `phrase_boost.Arcs`.
 
     Fields:
-        arcs: see `phrase_boost.Arcs`; those of different automata stand one after the other, with
-            one more credit after those of each.
+        pairs: those of all different automata, one after the other.
+        targets, scores: those of the pairs, then those of the arcs of each state 0.
+        credits: those of all states, with one more after each automaton.
         first: for each credit, where the pairs of its state start.
         places: `[N, 2]` int64, where the arcs of state 0 and the credits of a sequence's automaton
             start.
         symbols: the number of symbols.
     """
 
-    arcs: Any
+    pairs: Any
+    targets: Any
+    scores: Any
+    credits: Any
     first: Any
     places: Any
     symbols: Any
@@ -274,17 +278,14 @@ def store_texts(beams, buffer, i, numbers, integers):
 @triton.jit
 def find(numbers_ptr, low, high, number, mask):
     """Return the places of numbers among sorted ones from `low` to `high`, or -1."""
-    end = tl.where(mask, high, low)
-    high = end
+    place, low = low * 0 - 1, tl.where(mask, low, high)
     while tl.max((low < high).to(tl.int32), axis=0) > 0:
-        searching = low < high
-        middle = (low + high) >> 1
-        is_less = tl.load(numbers_ptr + middle, mask=searching, other=0) < number
-        low = tl.where(searching & is_less, middle + 1, low)
-        high = tl.where(searching & (is_less == 0), middle, high)
-    found = low < end
-    found = found & (tl.load(numbers_ptr + low, mask=found, other=0) == number)
-    return tl.where(found, low, -1)
+        searching, middle = low < high, (low + high) >> 1
+        found = tl.load(numbers_ptr + middle, mask=searching, other=0)
+        place = tl.where(searching & (found == number), middle, place)
+        low = tl.where(searching & (found < number), middle + 1, low)
+        high = tl.where(searching & (found >= number), middle, high)
+    return place
 
 
 @triton.jit
@@ -365,18 +366,14 @@ def add_inflow(ending, score, best, event, end, emitted):
 @triton.jit
 def follow(automata, n, state, symbol, mask):
     """Return what symbols add after states of an automaton, and the states that follow."""
-    arcs, places_ptr = automata.arcs, automata.places + 2 * n
-    start, state_place = tl.load(places_ptr) + symbol, tl.load(places_ptr + 1) + state
-    low = tl.load(automata.first + state_place, mask=mask, other=0)
-    high = tl.load(automata.first + state_place + 1, mask=mask, other=0)
-    place = find(arcs.pairs, low, high, state * automata.symbols + symbol, mask)
-    exists = place >= 0
-    from_start = mask & (exists == 0)
-    score = tl.load(arcs.scores + place, mask=exists, other=0.0)
-    score += tl.load(arcs.start_scores + start, mask=from_start, other=0.0)
-    target = tl.load(arcs.targets + place, mask=exists, other=0)
-    target += tl.load(arcs.start_targets + start, mask=from_start, other=0)
-    return score - tl.load(arcs.credits + state_place, mask=mask, other=0.0), target
+    start, state_place = tl.load(automata.places + 2 * n), tl.load(automata.places + 2 * n + 1)
+    low = tl.load(automata.first + state_place + state, mask=mask, other=0)
+    high = tl.load(automata.first + state_place + state + 1, mask=mask, other=0)
+    place = find(automata.pairs, low, high, state * automata.symbols + symbol, mask)
+    place = tl.where(place >= 0, place, start + symbol)
+    score = tl.load(automata.scores + place, mask=mask, other=0.0)
+    score -= tl.load(automata.credits + state_place + state, mask=mask, other=0.0)
+    return score, tl.load(automata.targets + place, mask=mask, other=0)
 
 
 @triton.jit
@@ -450,12 +447,12 @@ def start(search, BLOCK_W: tl.constexpr):
         state += tables.model.start
     if tables.hotwords is not None:
         place = tl.load(tables.hotwords.places + 2 * n) + BOUNDARY
-        score += tl.load(tables.hotwords.arcs.start_scores + place)
-        hot = tl.load(tables.hotwords.arcs.start_targets + place)
+        score += tl.load(tables.hotwords.scores + place)
+        hot = tl.load(tables.hotwords.targets + place)
     if tables.boost is not None:
         place = tl.load(tables.boost.places + 2 * n) + BOUNDARY
-        score += tl.load(tables.boost.arcs.start_scores + place)
-        boost = tl.load(tables.boost.arcs.start_targets + place)
+        score += tl.load(tables.boost.scores + place)
+        boost = tl.load(tables.boost.targets + place)
     # All numbers of a beam, and all of its integers, are stored together.
     lane = tl.arange(0, NUMBERS * BLOCK_W)
     field, i = lane // BLOCK_W, lane % BLOCK_W
@@ -732,7 +729,7 @@ def ctc_text_search_kernel(
 @triton.jit
 def credit_of(automata, n, state, mask):
     """Return what states of an automaton have earned and a whole text gives back."""
-    credits_ptr = automata.arcs.credits + tl.load(automata.places + 2 * n + 1)
+    credits_ptr = automata.credits + tl.load(automata.places + 2 * n + 1)
     return tl.load(credits_ptr + state, mask=mask, other=0.0)
 
 
