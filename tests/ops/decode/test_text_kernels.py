@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.ngrams import arpa, ngrams_of
 from helpers.rows import kernel_devices
 from torch import Tensor
@@ -70,3 +71,79 @@ def test_kernels_are_the_reference(model: NgramLM, options: int, kind: str, devi
         given |= {"boost": boost}
     given["from_logits"] = True
     compared(CTCDecoder(LABELS, **made), x, [14, 9, 0], device, **given)
+
+
+@pytest.mark.interpreted
+@kernel_devices
+def test_equal_scores_and_impossible_classes(model: NgramLM, device: str) -> None:
+    """Of equal ranks the older text comes first, also where two extensions lead to one text."""
+    decoder = CTCDecoder(LABELS, language_model=model, alpha=0.0, beta=0.0, unk_score_offset=0.0)
+    x = drawn(9, 4, seed=3, N=3).round()
+    x[:, 1] = 0.0
+    x[3:5, 2] = -torch.inf
+    x[6, 0, 1:3] = -torch.inf
+    compared(decoder, x, [9, 9, 9], device, nbest=4, beam_width=7)
+    compared(decoder, x[:, :2], [9, 9], device, nbest=4, beam_width=7, from_logits=True)
+
+
+@pytest.mark.interpreted
+@kernel_devices
+def test_what_is_past_the_lengths_reaches_nothing(model: NgramLM, device: str) -> None:
+    decoder, lengths = CTCDecoder(LABELS, language_model=model), [9, 0, 6, 4]
+    x = drawn(10, 4, N=4)
+    for n, length in enumerate(lengths):
+        x[length:, n] = torch.nan
+    for bad in (torch.nan, torch.inf):
+        x[3, 2, 1] = bad
+        found = compared(decoder, x, lengths, device, nbest=2, beam_width=4)
+        assert found.hypotheses.scores[2].isnan().all()
+        assert found.text[2] == ["", ""] and found.text[0][0]
+
+
+@pytest.mark.interpreted
+@kernel_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtypes_strides_and_many_labels(model: NgramLM, dtype: torch.dtype, device: str) -> None:
+    labels = [*"xyzab ", "-", *"cdefghi"]
+    decoder = CTCDecoder(labels, blank=6, language_model=model)
+    x = drawn(2, len(labels), N=6, seed=1).to(dtype).transpose(0, 1)
+    compared(decoder, x, [6, 5], device, nbest=20, beam_width=20, from_logits=True)
+    compared(decoder, x[:, :1], [6], device, beam_width=3, cutoff_top_n=5, token_min_logp=-3.0)
+
+
+@pytest.mark.interpreted
+@kernel_devices
+def test_empty_sizes(model: NgramLM, device: str) -> None:
+    compared(CTCDecoder([""]), torch.zeros(3, 1, 1), [3], device)
+    decoder = CTCDecoder(LABELS, language_model=model)
+    compared(decoder, torch.zeros(0, 2, 4), [0, 0], device, nbest=2)
+    compared(decoder, torch.zeros(4, 0, 4), [], device)
+    decoder.score_boundary = False
+    compared(decoder, drawn(6, 4), [6], device, nbest=2)
+
+
+def test_calls_that_no_kernel_serves(model: NgramLM) -> None:
+    x, pieces = drawn(6, 4), CTCDecoder(["", "a", "ab", " "])
+    decoder, tokens = CTCDecoder(LABELS), CTCDecoder(LABELS, language_model=model, unit="token")
+    many = CTCDecoder(["", *map(chr, range(0x4E00, 0x4E80))])
+    no_kernel = "RuntimeError: backend 'triton': CTCDecoder has no Triton kernel for "
+    with partita.backend("triton"):
+        with raises(no_kernel + "labels of several characters"):
+            pieces(x)
+        with raises(no_kernel + "unit='token'"):
+            tokens(x)
+        with raises(no_kernel + "more steps than max_open_steps"):
+            decoder(x, max_open_steps=5)
+        with raises(no_kernel + "a beam_width of 256 with 40 labels"):
+            many(drawn(6, 129), beam_width=256)
+        with raises(no_kernel + "streams"):
+            decoder.stream()
+
+
+@pytest.mark.gpu
+def test_what_no_kernel_serves_runs_on_the_host(model: NgramLM) -> None:
+    x, decoder = drawn(20, 4, N=2), CTCDecoder(LABELS, language_model=model)
+    found = decoder(x.cuda(), max_open_steps=10)
+    expected = decoder(x, max_open_steps=10)
+    assert (found.text, found.words) == (expected.text, expected.words)
+    assert torch.equal(found.hypotheses.scores.cpu(), expected.hypotheses.scores)

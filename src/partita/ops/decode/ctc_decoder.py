@@ -92,8 +92,8 @@ class CTCDecoder:
     the natural log-probability of its words, plus beta for each word, plus what boosted phrases
     add. The arithmetic is that of pyctcdecode. `alpha`, `beta` and `unk_score_offset` can be set.
 
-    The search runs on the CPU; scores on a GPU are copied there, for which the host waits. A model
-    other than `NgramLM` is served by the reference, in Python.
+    Scores on a GPU are searched there if labels are characters, and else are copied to the CPU. The
+    host waits for the texts. A model other than `NgramLM` is served by the reference, in Python.
 
     Raises:
         TypeError, ValueError: labels that are no strings, equal or empty; a model without the
@@ -352,7 +352,7 @@ class CTCDecoder:
         if self._vocabulary.most_endings > 1 or max(map(len, self._vocabulary.spelling)) > 1:
             return "labels of several characters"
         if options.width * (options.labels + 1) > MAX_CANDIDATES:
-            return f"beam_width · (labels + 1) above {MAX_CANDIDATES}"
+            return f"a beam_width of {options.width} with {options.labels} labels"
         if len(self.labels) > MAX_CLASSES:
             return f"more than {MAX_CLASSES} classes"
         return "more steps than max_open_steps" if options.max_open_steps < T else None
