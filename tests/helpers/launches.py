@@ -323,6 +323,7 @@ def call_decode(dtype: torch.dtype) -> None:
     for from_logits, given, width in ((True, {}, 64), (False, boost, 16)):
         decoder = partita.CTCDecoder(labels, language_model=model)
         decoder(texts, beam_width=width, from_logits=from_logits, **given)
+    partita.CTCDecoder(labels, language_model=model, unit="token")(texts)
     scores = torch.zeros(3, 2, 4**3, 5, dtype=dtype)
     for width in (32, 256):
         options = {"state_len": 3, "alphabet_size": 5, "method": "beam", "beam_width": width}

@@ -347,8 +347,6 @@ class CTCDecoder:
         """Return why the kernels of a GPU do not serve a call, or None."""
         if not (self.language_model is None or isinstance(self.language_model, NgramLM)):
             return "a language model of your own"
-        if self._vocabulary.by_token:
-            return "unit='token'"
         if self._vocabulary.most_endings > 1 or max(map(len, self._vocabulary.spelling)) > 1:
             return "labels of several characters"
         if options.width * (options.labels + 1) > MAX_CANDIDATES:

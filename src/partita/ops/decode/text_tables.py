@@ -184,10 +184,10 @@ class TextBatch(NamedTuple):
 
 def empty_texts(N: int, nbest: int, T: int, device: torch.device) -> TextBatch:
     """Return a batch in which no text is found yet."""
-    labels = [torch.full((N, nbest, T), -1, device=device) for _ in range(3)]
+    tokens, steps, ends = (torch.full((N, nbest, T), -1, device=device) for _ in range(3))
     lengths = torch.zeros((N, nbest), dtype=torch.int64, device=device)
     scores = torch.full((N, nbest), -math.inf, dtype=torch.float64, device=device)
-    return TextBatch(*labels, lengths, scores, torch.zeros_like(scores))
+    return TextBatch(tokens, steps, ends, lengths, scores, torch.zeros_like(scores))
 
 
 def build_lexicon(vocabulary: Vocabulary, words: Words, only: bool) -> Lexicon:

@@ -47,6 +47,7 @@ def decoder_tables(
     device: torch.device,
 ) -> Tables:
     """Return the tables of a decoder on a device, without phrases."""
+    by_token = vocabulary.by_token
     symbols = [each[0] if each else -1 for each in vocabulary.spelling]
     trie = model = None
     if only or words.model is not None:
@@ -72,8 +73,9 @@ def decoder_tables(
         boost=None,
         C=len(symbols),
         blank=vocabulary.spelling.index(()),
-        boundary=symbols.index(BOUNDARY) if BOUNDARY in symbols else -1,
+        boundary=-1 if by_token or BOUNDARY not in symbols else symbols.index(BOUNDARY),
         only=int(only),
+        by_token=1 if by_token else None,
     )
 
 

@@ -4,10 +4,10 @@ Three kernels run one after the other. The first takes the log-softmax of all st
 labels that may extend a text. In the second, one program goes through the steps of a sequence. The
 third writes the best whole texts.
 
-Each label is one character, so a text is one sequence of labels but for repeated boundaries. The
-beam is in memory, ordered by rank. A step has three phases with a barrier between them: the texts
-that stay, the choice of the best among these and the extensions by labels, and the next beam. A
-text is identified by a hash of its labels of 64 bits.
+Each label is one character, or one word, so a text is one sequence of labels but for repeated
+boundaries. The beam is in memory, ordered by rank. A step has three phases with a barrier between
+them: the texts that stay, the choice of the best among these and the extensions by labels, and the
+next beam. A text is identified by a hash of its labels of 64 bits.
 
 With a text the beam has the states of the lexicon, the language model and the phrases after it, and
 its score and states after one more boundary. So a word is looked up once, when its text enters the
@@ -108,6 +108,7 @@ class Tables(NamedTuple):
         C, blank: the number of classes, and the blank.
         boundary: the label that is a boundary, or -1.
         only: whether a text has words of the lexicon only, 0 or 1.
+        by_token: 1 where each label is a word.
 
     What a search does not have is None, and so is the lexicon that it does not look at.
     """
@@ -121,6 +122,7 @@ class Tables(NamedTuple):
     blank: Any
     boundary: Any
     only: Any
+    by_token: Any
 
 
 class Weights(NamedTuple):
@@ -377,6 +379,15 @@ def follow(automata, n, state, symbol, mask):
 
 
 @triton.jit
+def load_state(search, buffer, field: tl.constexpr, i, mask):
+    """Load states of the language model, which are 0 without one."""
+    state = tl.zeros(i.shape, tl.int64)
+    if search.tables.model is not None:
+        state = integer(search.beams, buffer, field, i, mask)
+    return state
+
+
+@triton.jit
 def load_phrases(search, buffer, hot: tl.constexpr, boost: tl.constexpr, i, mask):
     """Load the states of both automata, which are 0 for those that a search does not have."""
     zero = tl.zeros(i.shape, tl.int64)
@@ -421,35 +432,53 @@ def grow_words(search, text, hot, node, length, symbol, mask):
 
 
 @triton.jit
+def add_words(search, text, word, known, state, mask):
+    """Return the scores of texts with one more word, and the states of the model."""
+    model, weights = search.tables.model, search.weights
+    word = tl.where(word >= 0, word, model.unknown)
+    log_prob, state = log_prob_of(model, state, word, mask)
+    log_prob += tl.where(known, 0.0, weights.unknown)
+    return text + (weights.alpha * log_prob + weights.beta), state
+
+
+@triton.jit
 def end_words(search, text, node, state, mask):
     """Return the scores of texts after the end of their words, and the states of the model."""
-    lexicon, model = search.tables.lexicon, search.tables.model
+    lexicon = search.tables.lexicon
     if lexicon is not None:
         exists = mask & (node >= 0)
         word = tl.load(lexicon.words + node, mask=exists, other=-1).to(tl.int64)
         text = tl.where((word < 0) & (search.tables.only > 0), NEG_INF, text)
-        if model is not None:
+        if search.tables.model is not None:
             known = tl.load(lexicon.known + node, mask=exists, other=0) != 0
-            word = tl.where(word >= 0, word, model.unknown)
-            log_prob, state = log_prob_of(model, state, word, mask)
-            log_prob += tl.where(known, 0.0, search.weights.unknown)
-            text += search.weights.alpha * log_prob + search.weights.beta
+            text, state = add_words(search, text, word, known, state, mask)
+    return text, state
+
+
+@triton.jit
+def add_tokens(search, text, label, state, mask):
+    """Return the scores of texts with one more label, which is a word, and the states."""
+    lexicon = search.tables.lexicon
+    if lexicon is not None:
+        word = tl.load(lexicon.words + label, mask=mask, other=0).to(tl.int64)
+        known = tl.load(lexicon.known + label, mask=mask, other=0) != 0
+        text, state = add_words(search, text, word, known, state, mask)
     return text, state
 
 
 @triton.jit
 def start(search, BLOCK_W: tl.constexpr):
-    """Store the beam that has the empty text alone, which follows a boundary."""
+    """Store the beam that has the empty text alone, which follows a boundary if there is any."""
     beams, tables, n = search.beams, search.tables, search.n
     score, state = search.weights.alpha * 0.0, n * 0
     hot, boost = state, state
     if tables.model is not None:
         state += tables.model.start
-    if tables.hotwords is not None:
+    if tables.by_token is None and tables.hotwords is not None:
         place = tl.load(tables.hotwords.places + 2 * n) + BOUNDARY
         score += tl.load(tables.hotwords.scores + place)
         hot = tl.load(tables.hotwords.targets + place)
-    if tables.boost is not None:
+    if tables.by_token is None and tables.boost is not None:
         place = tl.load(tables.boost.places + 2 * n) + BOUNDARY
         score += tl.load(tables.boost.scores + place)
         boost = tl.load(tables.boost.targets + place)
@@ -558,7 +587,11 @@ def choose(search, step, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
     text, node = number(beams, buffer, TEXT, i, grows), integer(beams, buffer, LEX, i, grows)
     hot, boost = load_phrases(search, buffer, HOT, BOOST, i, grows)
     text, hot, _ = add_phrases(search, text, hot, boost, symbol, grows)
-    text, _ = grow_words(search, text, hot, node, length + 1, symbol, grows)
+    if tables.by_token is None:
+        text, _ = grow_words(search, text, hot, node, length + 1, symbol, grows)
+    else:
+        state = load_state(search, buffer, LM, i, grows)
+        text, _ = add_tokens(search, text, label, state, grows)
     after = number(beams, buffer, AFTER, i, mask & ends_word)
     rank = tl.where(mask, score + tl.where(ends_word, after, text), NEG_INF)
     stays = lane < beams.width
@@ -632,19 +665,22 @@ def enter(search, step, size, BLOCK_W: tl.constexpr):
     text = tl.where(ends_word, after, tl.where(grows, grown, text))
     hot = tl.where(ends_word, after_hot, tl.where(grows, new_hot, hot))
     boost = tl.where(ends_word, after_boost, tl.where(grows, new_boost, boost))
-    length = tl.where(grows, length + 1, tl.where(ends_word, 0, length))
-    new_bonus, new_node = grow_words(search, text, hot, node, length, symbol, grows)
-    bonus = tl.where(grows, new_bonus, tl.where(ends_word, text, bonus))
-    node = tl.where(grows, new_node, tl.where(ends_word, 0, node))
-    # And what a boundary would make of them.
-    ended, ended_hot, ended_boost = add_phrases(
-        search, text, hot, boost, symbol * 0 + BOUNDARY, grows
-    )
-    state, after_state = hot * 0, hot * 0
-    if tables.model is not None:
-        after_state = integer(beams, buffer, AFTER_LM, i, alive)
-        state = tl.where(ends_word, after_state, integer(beams, buffer, LM, i, alive))
-    ended, ended_state = end_words(search, ended, node, state, grows)
+    after_state = load_state(search, buffer, AFTER_LM, i, alive)
+    state = tl.where(ends_word, after_state, load_state(search, buffer, LM, i, alive))
+    ended, ended_hot, ended_boost, ended_state = after, hot, boost, state
+    if tables.by_token is None:
+        length = tl.where(grows, length + 1, tl.where(ends_word, 0, length))
+        new_bonus, new_node = grow_words(search, text, hot, node, length, symbol, grows)
+        bonus = tl.where(grows, new_bonus, tl.where(ends_word, text, bonus))
+        node = tl.where(grows, new_node, tl.where(ends_word, 0, node))
+        # And what a boundary would make of them.
+        symbol = symbol * 0 + BOUNDARY
+        ended, ended_hot, ended_boost = add_phrases(search, text, hot, boost, symbol, grows)
+        ended, ended_state = end_words(search, ended, node, state, grows)
+    else:
+        added, ended_state = add_tokens(search, text, label, state, grows)
+        text, state = tl.where(grows, added, text), tl.where(grows, ended_state, state)
+        bonus = tl.where(grows, text, bonus)
     numbers = numbers + (text, tl.where(grows, ended, after), bonus)
     integers = integers + (node, length)
     if tables.model is not None or tables.hotwords is not None or tables.boost is not None:
