@@ -134,8 +134,8 @@ def ctc_text_search(
         norms=empty(torch.float64, T * N, 2),
     )
     memory = Beams(
-        numbers=empty(torch.float64, N, 3, NUMBERS_OF_BEAM, width),
-        integers=empty(torch.int64, N, 3, INTEGERS_OF_BEAM, width),
+        numbers=empty(torch.float64, N, 3 * NUMBERS_OF_BEAM, width),
+        integers=empty(torch.int64, N, 3 * INTEGERS_OF_BEAM, width),
         ranks=empty(torch.float64, N, 2, blocks["BLOCK_W"]),
         chosen=empty(torch.int32, N, blocks["BLOCK_W"]),
         taken=torch.zeros((N, width, C), dtype=torch.int32, device=device),

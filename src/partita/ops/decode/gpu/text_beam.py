@@ -156,8 +156,8 @@ class Beams(NamedTuple):
     """The memory of one sequence; the host's has N of each.
 
     Fields:
-        numbers: `[3, 8, width]` fp64: the beam of even and of odd steps, and texts that stay.
-        integers: `[3, 16, width]` int64, likewise.
+        numbers: `[3 · 8, width]` fp64: the beam of even and of odd steps, and texts that stay.
+        integers: `[3 · 16, width]` int64, likewise.
         ranks: `[2, BLOCK_W]` fp64, of the texts that stay, and of the best candidates.
         chosen: `[BLOCK_W]` int32, the best candidates in the order of their ties.
         taken: `[width, C]` int32, the step after which an extension was in the beam.
