@@ -265,7 +265,7 @@ class CTCDecoder:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_tables": {}}
+        return {**vars(self), "_lexicon": None, "_tables": {}}
 
     def _options(self, width: int, nbest: int, settings: dict[str, Any]) -> Options:
         """Return the numbers of a search after checks."""
