@@ -14,6 +14,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.backend import Table, current_backend, resolve
 from ...runtime.lengths import Lengths, as_lengths, on_device
+from ...runtime.register import resolved
 from .common import MAX_BEAM_WIDTH, Hypotheses
 from .language_model import NgramLM
 from .phrase_boost import PhraseBoost
@@ -224,12 +225,10 @@ class CTCDecoder:
         if table == "gpu":
             from .gpu import launch_text
 
-            tables = self._device_tables(x.device)
-            automata = self._automata(phrases)
-            lengths = on_device(x.device, lengths)[0]
-            return self._transcripts(
-                launch_text.ctc_text_search(x, lengths, tables, automata, options), x.device
-            )
+            tables, automata = self._device_tables(x.device), self._automata(phrases)
+            x, lengths = resolved(x), on_device(x.device, lengths)[0]
+            found = launch_text.ctc_text_search(x, lengths, tables, automata, options)
+            return self._transcripts(found, x.device)
         search = self._search(table, phrases, options)
         search.advance(x.cpu(), lengths.cpu(), collects=False)
         return self._transcripts(_batch_of(search.results(), options.nbest, T), x.device)
@@ -340,7 +339,8 @@ class CTCDecoder:
                 expected, got = len(self.labels), each.number_of_labels
                 raise ValueError(f"boost: expected phrases over {expected} labels, got {got}")
         spelled = hotword_phrases(self._vocabulary, words, float(weight))
-        phrases = {id(each): boost_phrases(self._vocabulary, each) for each in boosts}
+        different = {id(each): each for each in boosts}
+        phrases = {k: boost_phrases(self._vocabulary, each) for k, each in different.items()}
         return [(spelled, phrases[id(each)]) for each in boosts]
 
     def _unserved(self, T: int, options: Options) -> str | None:
