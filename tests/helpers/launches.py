@@ -2,6 +2,7 @@
 
 import functools
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from helpers.ngrams import arpa, ngrams_of
 from triton.runtime.jit import JITFunction
 
 import partita
@@ -310,6 +312,18 @@ def call_decode(dtype: torch.dtype) -> None:
         for from_logits in (False, True):
             partita.ctc_greedy_search(logits, from_logits=from_logits)
             partita.ctc_beam_search(logits, beam_width=width, from_logits=from_logits)
+    texts = torch.zeros(300, 1, 31, dtype=dtype)  # more scores than the beam has numbers
+    labels = ["", *map(chr, range(0x61, 0x7E)), " "]
+    boost = {"hotwords": ["a"], "boost": partita.PhraseBoost(["b"], labels, 1.0)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.arpa")
+        path.write_text(arpa(ngrams_of([["a"]], 2)), encoding="utf-8")
+        model = partita.NgramLM.from_arpa(path)
+    partita.CTCDecoder(labels)(texts, beam_width=1)
+    for from_logits, given, width in ((True, {}, 64), (False, boost, 16)):
+        decoder = partita.CTCDecoder(labels, language_model=model)
+        decoder(texts, beam_width=width, from_logits=from_logits, **given)
+    partita.CTCDecoder(labels, language_model=model, unit="token")(texts)
     scores = torch.zeros(3, 2, 4**3, 5, dtype=dtype)
     for width in (32, 256):
         options = {"state_len": 3, "alphabet_size": 5, "method": "beam", "beam_width": width}

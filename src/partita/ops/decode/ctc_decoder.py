@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.backend import current_backend, resolve
-from ...runtime.lengths import Lengths, as_lengths
+from ...runtime.backend import Table, current_backend, resolve
+from ...runtime.lengths import Lengths, as_lengths, on_device
+from ...runtime.register import resolved
 from .common import MAX_BEAM_WIDTH, Hypotheses
 from .language_model import NgramLM
 from .phrase_boost import PhraseBoost
@@ -21,10 +23,12 @@ from .text_tables import (
     Found,
     Options,
     PhraseTables,
+    TextBatch,
     Vocabulary,
     Words,
     boost_phrases,
     build_lexicon,
+    empty_texts,
     hotword_phrases,
     phrase_tables,
 )
@@ -32,6 +36,9 @@ from .text_tables import (
 INF = math.inf
 Word = tuple[str, int, int]  # the word, its first step, and the step after its last one
 Boosts = PhraseBoost | Sequence[PhraseBoost | None] | None
+Phrases = tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]  # words, and a boost
+# The limits of the kernels: what one program ranks at a step, and the classes of a row.
+MAX_CANDIDATES, MAX_CLASSES = 4096, 8192
 
 
 class Transcripts(NamedTuple):
@@ -86,8 +93,8 @@ class CTCDecoder:
     the natural log-probability of its words, plus beta for each word, plus what boosted phrases
     add. The arithmetic is that of pyctcdecode. `alpha`, `beta` and `unk_score_offset` can be set.
 
-    The search runs on the CPU; scores on a GPU are copied there, for which the host waits. A model
-    other than `NgramLM` is served by the reference, in Python.
+    Scores on a GPU are searched there if labels are characters, and else are copied to the CPU. The
+    host waits for the texts. A model other than `NgramLM` is served by the reference, in Python.
 
     Raises:
         TypeError, ValueError: labels that are no strings, equal or empty; a model without the
@@ -147,7 +154,9 @@ class CTCDecoder:
         self._words = Words(language_model, known, labels if unit == "token" else None)
         if language_model is not None:  # which may lack a marker
             self._words.model.final(self._words.model.start(1, bos=self.score_boundary))
-        self._tables: Any = None  # of the CPU, made at the first call
+        self._spaced = [each.translate(BOUNDARIES) for each in self._vocabulary.texts]
+        self._lexicon: Any = None  # made at the first call, as the tables of each device
+        self._tables: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -201,26 +210,28 @@ class CTCDecoder:
             >>> decoder(torch.eye(4)[[1, 0, 3, 2]] * 9, from_logits=True).text
             [['a b']]
         """
-        x, lengths = self._checked_steps(log_probs, input_lengths, log_probs_shape(log_probs)[1])
-        stream = CTCStream(
-            self,
-            x.shape[1],
-            boost=boost,
-            hotwords=hotwords,
-            hotword_weight=hotword_weight,
-            beam_width=beam_width,
-            nbest=nbest,
-            from_logits=from_logits,
-            cutoff_top_n=cutoff_top_n,
-            token_min_logp=token_min_logp,
-            blank_skip_threshold=blank_skip_threshold,
-            max_open_steps=max_open_steps,
-        )
-        stream._search.advance(x, lengths, collects=False)
-        found = stream._transcripts(len(log_probs))
-        scores = (found.lm_scores, *found.hypotheses)
-        lm_scores, *hypotheses = (each.to(log_probs.device) for each in scores)
-        return found._replace(hypotheses=Hypotheses(*hypotheses), lm_scores=lm_scores)
+        T, N, _ = log_probs_shape(log_probs)
+        x, lengths = self._checked_steps(log_probs, input_lengths, N)
+        settings = {
+            "from_logits": from_logits,
+            "cutoff_top_n": cutoff_top_n,
+            "token_min_logp": token_min_logp,
+            "blank_skip_threshold": blank_skip_threshold,
+            "max_open_steps": max_open_steps,
+        }
+        options = self._options(beam_width, nbest, settings)
+        phrases = self._phrases(N, boost, hotwords, hotword_weight)
+        table = self._table(x.device, self._unserved(T, options))
+        if table == "gpu":
+            from .gpu import launch_text
+
+            tables, automata = self._device_tables(x.device), self._automata(phrases)
+            x, lengths = resolved(x), on_device(x.device, lengths)[0]
+            found = launch_text.ctc_text_search(x, lengths, tables, automata, options)
+            return self._transcripts(found, x.device)
+        search = self._search(table, phrases, options)
+        search.advance(x.cpu(), lengths.cpu(), collects=False)
+        return self._transcripts(_batch_of(search.results(), options.nbest, T), x.device)
 
     def stream(self, N: int = 1, **options: Any) -> CTCStream:
         """Return a decoder of N sequences whose steps come in chunks.
@@ -253,7 +264,7 @@ class CTCDecoder:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_tables": None}
+        return {**vars(self), "_lexicon": None, "_tables": {}}
 
     def _options(self, width: int, nbest: int, settings: dict[str, Any]) -> Options:
         """Return the numbers of a search after checks."""
@@ -296,21 +307,21 @@ class CTCDecoder:
     def _checked_steps(
         self, log_probs: Tensor, lengths: Lengths | None, N: int
     ) -> tuple[Tensor, Tensor]:
-        """Return steps `[T, N, C]` and lengths `[N]` on the CPU."""
+        """Return steps `[T, N, C]`, and lengths `[N]` where the user has them."""
         T, found, C = log_probs_shape(log_probs)
         if (found, C) != (N, len(self.labels)):
             size = f"[T, {N}, {len(self.labels)}]"
             raise ValueError(f"log_probs: expected shape {size}, got {list(log_probs.shape)}")
         steps = log_probs.detach().reshape(T, N, C)
         if lengths is None:
-            return steps.cpu(), torch.full((N,), T, dtype=torch.int64)
+            return steps, torch.full((N,), T, dtype=torch.int64)
         lengths = as_lengths("input_lengths", lengths, N)
         checks.within("input_lengths", lengths, 0, T, "steps")
-        return steps.cpu(), lengths.cpu()
+        return steps, lengths
 
     def _phrases(
         self, N: int, boost: Boosts, hotwords: Iterable[str], weight: float
-    ) -> list[tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]]:
+    ) -> list[Phrases]:
         """Return the boosted words and phrases of each sequence as symbols."""
         checks.number("hotword_weight", weight, low=-INF, open_low=True)
         words = _checked_words("hotwords", hotwords)
@@ -328,18 +339,115 @@ class CTCDecoder:
                 expected, got = len(self.labels), each.number_of_labels
                 raise ValueError(f"boost: expected phrases over {expected} labels, got {got}")
         spelled = hotword_phrases(self._vocabulary, words, float(weight))
-        phrases = {id(each): boost_phrases(self._vocabulary, each) for each in boosts}
+        different = {id(each): each for each in boosts}
+        phrases = {k: boost_phrases(self._vocabulary, each) for k, each in different.items()}
         return [(spelled, phrases[id(each)]) for each in boosts]
+
+    def _unserved(self, T: int, options: Options) -> str | None:
+        """Return why the kernels of a GPU do not serve a call, or None."""
+        if not (self.language_model is None or isinstance(self.language_model, NgramLM)):
+            return "a language model of your own"
+        if self._vocabulary.most_endings > 1 or max(map(len, self._vocabulary.spelling)) > 1:
+            return "labels of several characters"
+        if options.width * (options.labels + 1) > MAX_CANDIDATES:
+            return f"a beam_width of {options.width} with {options.labels} labels"
+        if len(self.labels) > MAX_CLASSES:
+            return f"more than {MAX_CLASSES} classes"
+        return "more steps than max_open_steps" if options.max_open_steps < T else None
+
+    def _table(self, device: torch.device, unserved: str | None) -> Table:
+        """Return the table that serves a call on a device."""
+        name = current_backend()
+        if name == "triton" and unserved is not None:
+            raise RuntimeError(f"backend 'triton': CTCDecoder has no Triton kernel for {unserved}")
+        if name in ("auto", "triton") and unserved is None:
+            table = resolve(name, device, has_cpu=True)
+            if table == "gpu":
+                return table
+        if self.language_model is not None and not isinstance(self.language_model, NgramLM):
+            if name == "numba":
+                raise RuntimeError("backend 'numba': expected an NgramLM as language_model")
+            return "reference"
+        return resolve(name, torch.device("cpu"), has_cpu=True)
+
+    def _search(self, table: Table, phrases: Sequence[Phrases], options: Options) -> Any:
+        """Return a search on the CPU over as many sequences as there are phrases."""
+        vocabulary = self._vocabulary
+        if table == "reference":
+            from .reference_text import ReferenceSearch, TextScores
+
+            words = self._words
+            scores = {
+                id(boost): TextScores(vocabulary, words, self._only, hotwords, boost, options)
+                for hotwords, boost in phrases
+            }
+            return ReferenceSearch([scores[id(boost)] for _, boost in phrases])
+        from .cpu.text_beam import TextSearch
+
+        args = self._cpu_tables(), self._automata(phrases), options, vocabulary.most_endings
+        return TextSearch(*args)
+
+    def _automata(self, phrases: Sequence[Phrases]) -> list[PhraseTables]:
+        """Return the automata of each sequence's phrases."""
+        tables: dict[int, PhraseTables] = {}
+        for hotwords, boost in phrases:
+            if id(boost) not in tables:
+                tables[id(boost)] = phrase_tables(self._vocabulary, hotwords, boost)
+        return [tables[id(boost)] for _, boost in phrases]
+
+    def _tables_on(self, device: Any, make: Callable[..., Any]) -> Any:
+        """Return `make(vocabulary, words, lexicon, only, score_boundary)`, once for a device."""
+        if self._lexicon is None:
+            self._lexicon = build_lexicon(self._vocabulary, self._words, self._only)
+        if self._tables.get(device, (None, None))[0] != self.score_boundary:
+            others = self._lexicon, self._only, self.score_boundary
+            tables = make(self._vocabulary, self._words, *others)
+            self._tables[device] = self.score_boundary, tables
+        return self._tables[device][1]
 
     def _cpu_tables(self) -> Any:
         from .cpu.text_beam import tables_of
 
-        if self._tables is None or self._tables[0] != self.score_boundary:
-            lexicon = build_lexicon(self._vocabulary, self._words, self._only)
-            others = self._only, self.score_boundary
-            tables = tables_of(self._vocabulary, self._words, lexicon, *others)
-            self._tables = self.score_boundary, tables
-        return self._tables[1]
+        return self._tables_on("numba", tables_of)
+
+    def _device_tables(self, device: torch.device) -> Any:
+        from .gpu.launch_text import decoder_tables
+
+        return self._tables_on(device, partial(decoder_tables, device=device))
+
+    def _transcripts(self, found: TextBatch, device: torch.device) -> Transcripts:
+        """Return texts whose tensors are on a device."""
+        counts = found.lengths.flatten().tolist()
+        N, nbest, most = *found.lengths.shape, max(counts, default=0)
+        tokens, steps, ends = (each[..., :most].flatten(0, 1).cpu() for each in found[:3])
+        # The words of each text, and the places of their first and last labels among all labels.
+        spelled: list[list[str]] = []
+        firsts: list[int] = []
+        lasts: list[int] = []
+        has_pieces = any(len(text) > 1 for text in self._spaced)
+        for k, (labels, S) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            texts = [self._spaced[label] for label in labels[:S]]
+            owner: Sequence[int] = range(k * most, k * most + S)  # the label of each character
+            if has_pieces:
+                owner = [i for i, text in zip(owner, texts, strict=True) for _ in text]
+            matches = list(re.finditer("[^ ]+", "".join(texts)))
+            spelled.append([match[0] for match in matches])
+            firsts += [owner[match.start()] for match in matches]
+            lasts += [owner[match.end() - 1] for match in matches]
+        places = (
+            x.flatten()[torch.tensor(at, dtype=torch.int64)].tolist()
+            for x, at in ((steps, firsts), (ends, lasts))
+        )
+        spans = zip(*places, strict=True)
+        timed = [[(word, *next(spans)) for word in words] for words in spelled]
+        text = [" ".join(words) for words in spelled]
+        tokens, steps, _, lengths, scores, lm_scores = (each.to(device) for each in found)
+        return Transcripts(
+            [text[n * nbest : (n + 1) * nbest] for n in range(N)],
+            [timed[n * nbest : (n + 1) * nbest] for n in range(N)],
+            Hypotheses(tokens, lengths, scores, steps),
+            lm_scores,
+        )
 
 
 class CTCStream:
@@ -399,39 +507,8 @@ class CTCStream:
         phrases = decoder._phrases(N, boost, hotwords, hotword_weight)
         self._steps = [0] * N
         self._committed = [(0, "")] * N  # the number of labels, and their text
-        self._search: Any = None
-        self._make_search(phrases)
-
-    def _make_search(self, phrases: list[Any]) -> None:
-        decoder, name = self.decoder, current_backend()
-        if name == "triton":
-            raise RuntimeError("backend 'triton': CTCDecoder has no Triton kernel")
-        is_own = decoder.language_model is not None
-        is_own = is_own and not isinstance(decoder.language_model, NgramLM)
-        if is_own and name == "numba":
-            raise RuntimeError("backend 'numba': expected an NgramLM as language_model")
-        vocabulary, words = decoder._vocabulary, decoder._words
-        table = "reference" if is_own else resolve(name, torch.device("cpu"), has_cpu=True)
-        if table == "reference":
-            from .reference_text import ReferenceSearch, TextScores
-
-            scores = {
-                id(boost): TextScores(
-                    vocabulary, words, decoder._only, hotwords, boost, self._options
-                )
-                for hotwords, boost in phrases
-            }
-            self._search = ReferenceSearch([scores[id(boost)] for _, boost in phrases])
-            return
-        from .cpu.text_beam import TextSearch
-
-        tables: dict[int, PhraseTables] = {}
-        for hotwords, boost in phrases:
-            if id(boost) not in tables:
-                tables[id(boost)] = phrase_tables(vocabulary, hotwords, boost)
-        each = [tables[id(boost)] for _, boost in phrases]
-        args = decoder._cpu_tables(), each, self._options, vocabulary.most_endings
-        self._search = TextSearch(*args)
+        table = decoder._table(torch.device("cpu"), "streams")
+        self._search = decoder._search(table, phrases, self._options)
 
     def feed(self, log_probs: Tensor, lengths: Lengths | None = None) -> None:
         """Search over the next steps of all sequences.
@@ -451,7 +528,8 @@ class CTCStream:
             [['a']]
         """
         steps, counts = self.decoder._checked_steps(log_probs, lengths, self.N)
-        self._search.advance(steps, counts, collects=True)
+        counts = counts.cpu()
+        self._search.advance(steps.cpu(), counts, collects=True)
         fed = counts.clamp(0, len(steps)).tolist()  # a length out of range gives NaN
         self._steps = [a + b for a, b in zip(self._steps, fed, strict=True)]
 
@@ -492,7 +570,9 @@ class CTCStream:
             >>> stream.result().text
             [['']]
         """
-        return self._transcripts(max(self._steps, default=0))
+        found, T = self._search.results(), max(self._steps, default=0)
+        batch = _batch_of(found, self._options.nbest, T)
+        return self.decoder._transcripts(batch, torch.device("cpu"))
 
     def reset(self, n: int | None = None) -> None:
         """Let a sequence start anew.
@@ -522,46 +602,24 @@ class CTCStream:
 
     def _text(self, labels: Iterable[int], before: str) -> str:
         """Return the text of labels after another text, with one space after each finished word."""
-        texts = self.decoder._vocabulary.texts
-        joined = "".join(texts[label] for label in labels).translate(BOUNDARIES)
+        joined = "".join(self.decoder._spaced[label] for label in labels)
         return re.sub(" +", " ", (before[-1:] or " ") + joined)[1:]
 
-    def _words(self, path: Any) -> list[Word]:
-        """Return the words of labels with their steps."""
-        texts, words, word, first, last = self.decoder._vocabulary.texts, [], "", 0, 0
-        for label, start, end in path:
-            for character in texts[label].translate(BOUNDARIES):
-                if character == " ":
-                    words += [(word, first, last)] if word else []
-                    word = ""
-                else:
-                    word, first, last = word + character, first if word else start, end
-        return [*words, (word, first, last)] if word else words
 
-    def _transcripts(self, T: int) -> Transcripts:
-        results: list[list[Found] | None] = self._search.results()
-        N, nbest = self.N, self._options.nbest
-        hypotheses = Hypotheses(
-            tokens=torch.full((N, nbest, T), -1),
-            lengths=torch.zeros((N, nbest), dtype=torch.int64),
-            scores=torch.full((N, nbest), -INF, dtype=torch.float64),
-            steps=torch.full((N, nbest, T), -1),
-        )
-        lm_scores = torch.zeros((N, nbest), dtype=torch.float64)
-        words: list[list[list[Word]]] = [[[] for _ in range(nbest)] for _ in range(N)]
-        for n, found in enumerate(results):
-            if found is None:
-                hypotheses.scores[n] = lm_scores[n] = torch.nan
-                continue
-            for i, (path, score, lm_score) in enumerate(found):
-                rows = torch.as_tensor(path, dtype=torch.int64).reshape(-1, 3)
-                S = len(rows)
-                hypotheses.tokens[n, i, :S], hypotheses.steps[n, i, :S] = rows[:, 0], rows[:, 1]
-                hypotheses.lengths[n, i], hypotheses.scores[n, i] = S, score
-                lm_scores[n, i] = lm_score
-                words[n][i] = self._words(rows.tolist())
-        text = [[" ".join(word for word, *_ in each) for each in row] for row in words]
-        return Transcripts(text, words, hypotheses, lm_scores)
+def _batch_of(found: Sequence[Sequence[Found] | None], nbest: int, T: int) -> TextBatch:
+    """Return the texts of all sequences as a batch of up to T steps."""
+    batch = empty_texts(len(found), nbest, T, torch.device("cpu"))
+    for n, texts in enumerate(found):
+        if texts is None:
+            batch.scores[n] = batch.lm_scores[n] = torch.nan
+            continue
+        for i, (path, score, lm_score) in enumerate(texts):
+            rows = torch.as_tensor(path, dtype=torch.int64).reshape(-1, 3)
+            for column, each in enumerate(batch[:3]):
+                each[n, i, : len(rows)] = rows[:, column]
+            batch.lengths[n, i], batch.scores[n, i] = len(rows), score
+            batch.lm_scores[n, i] = lm_score
+    return batch
 
 
 def log_probs_shape(log_probs: Tensor) -> tuple[int, int, int]:

@@ -163,6 +163,33 @@ class Found(NamedTuple):
     lm_score: float
 
 
+class TextBatch(NamedTuple):
+    """The best whole texts of a batch, with -1 after the labels of each.
+
+    Fields:
+        tokens, steps, ends: `[N, nbest, T]` int64, the labels of the most probable alignment, the
+            first step of each and the step after its last one.
+        lengths: `[N, nbest]` int64, the number of labels.
+        scores, lm_scores: `[N, nbest]` fp64, as in `Found`; -inf and 0 where there is no text, NaN
+            for an invalid sequence.
+    """
+
+    tokens: Tensor
+    steps: Tensor
+    ends: Tensor
+    lengths: Tensor
+    scores: Tensor
+    lm_scores: Tensor
+
+
+def empty_texts(N: int, nbest: int, T: int, device: torch.device) -> TextBatch:
+    """Return a batch in which no text is found yet."""
+    tokens, steps, ends = (torch.full((N, nbest, T), -1, device=device) for _ in range(3))
+    lengths = torch.zeros((N, nbest), dtype=torch.int64, device=device)
+    scores = torch.full((N, nbest), -math.inf, dtype=torch.float64, device=device)
+    return TextBatch(tokens, steps, ends, lengths, scores, torch.zeros_like(scores))
+
+
 def build_lexicon(vocabulary: Vocabulary, words: Words, only: bool) -> Lexicon:
     """Return the trie of the words that a model knows, or that a text may have."""
     if vocabulary.by_token:

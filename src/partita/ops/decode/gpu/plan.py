@@ -91,6 +91,17 @@ def beam_plan(T: int, width: int) -> BeamPlan:
     )
 
 
+def text_beam_options(width: int, labels: int) -> dict[str, int]:
+    """Return the blocks of beam search to text, whose steps have up to `labels` labels."""
+    block_p = max(next_power_of_2(width * (labels + 1)), 32)
+    return {
+        "BLOCK_W": max(next_power_of_2(width), MIN_BEAM_LANES),
+        "BLOCK_P": block_p,
+        "BLOCK_K": max(next_power_of_2(labels), MIN_BEAM_LANES),
+        "num_warps": min(max(block_p // 64, 1), 8),
+    }
+
+
 def kmer_beam_options(bases: int, width: int) -> dict[str, int]:
     """Return the blocks of beam search over k-mers, with as many warps as the search of CTC."""
     block_w = max(next_power_of_2(width), MIN_BEAM_LANES)
