@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...runtime.autograd import apply, needs_gradient
+from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
 from .autograd import ContrastiveLoss
 from .common import checked_inputs
@@ -67,6 +67,6 @@ def contrastive_loss(
         tensor([-0.1420,  0.0710,  0.0710])
     """
     inputs = checked_inputs(a, b, logit_scale, logit_bias, kind, symmetric, memory_budget)
-    save = inputs.fits(inputs.b.shape[0]) and needs_gradient(*inputs[:4])
+    save = inputs.saves(inputs.b.shape[0])
     loss: Tensor = apply(ContrastiveLoss, *inputs, save, current_backend())[0]
     return loss
