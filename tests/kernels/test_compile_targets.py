@@ -42,8 +42,8 @@ SPILLED = {
     "chain_gradient_kernel": 8,
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
-    # Of sigmoids, beside a tile of products that fills half of the registers.
-    "contrastive_product_gradient_kernel": 8,
+    # Where the columns are no multiple of 16, as their shifts and weights are loaded one by one.
+    "contrastive_product_gradient_kernel": 24,
     # In rows whose classes are not adjacent.
     "divergence_accumulate_kernel": 32,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.
@@ -85,7 +85,7 @@ SPILLED_SINCE_3_7 = {
     "chain_gradient_kernel": 16,
     "chain_resident_gradient_kernel": 16,
     "chain_viterbi_kernel": 16,
-    "contrastive_product_gradient_kernel": 56,
+    "contrastive_product_gradient_kernel": 144,
     "cross_entropy_row_kernel": 16,
     # In the scan of log Z alone, with the weights of 128 states in registers.
     "linear_chain_resident_scan_kernel": 24,

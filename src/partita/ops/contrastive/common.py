@@ -32,6 +32,7 @@ from ..linear_heads.products import multiply
 KINDS = ("softmax", "sigmoid")
 
 CHUNK_ROWS = 128  # Larger chunks have a multiple of these rows, which are a tile of the products.
+MOST_ROWS = 2**14  # of a chunk whose gradient alone is in memory; products of more are slower
 
 
 class Product(NamedTuple):
@@ -118,20 +119,14 @@ class ContrastiveInputs(NamedTuple):
     budget: int
 
     def saves(self, columns: int) -> bool:
-        """Return whether all logits are saved for a gradient; raise unless those of a row fit.
-
-        They are saved if they fit the budget. Kernels that multiply compute many of them again in
-        the time that it takes to read them.
-        """
+        """Return whether all logits are saved for a gradient; raise unless those of a row fit."""
         least = row_bytes(columns, self.a.dtype)
         if decide(self.budget < least, otherwise=False):
             raise ValueError(
                 f"memory_budget: expected at least {least:,} bytes for {columns:,} columns, or"
                 f" None, got {self.budget:,}"
             )
-        is_fast = self.a.is_cuda and has_fast_products(self.a)
-        most = min(self.budget, DEFAULT_BUDGET) if is_fast else self.budget
-        fits = decide(self.a.shape[0] * least <= most, otherwise=False)
+        fits = fits_memory(self.a, columns, self.budget)
         return fits and needs_gradient(self.a, self.b, self.logit_scale, self.logit_bias)
 
 
@@ -195,6 +190,16 @@ def has_fast_products(a: Tensor) -> bool:
     return is_hopper and decide((a.shape[1] > 0) & (a.shape[1] % 8 == 0), otherwise=False)
 
 
+def fits_memory(a: Tensor, columns: int, budget: int) -> bool:
+    """Return whether all logits fit the budget.
+
+    Kernels that multiply take less time to compute many logits again than to read them. So no
+    budget makes room for more than the default one does.
+    """
+    most = min(budget, DEFAULT_BUDGET) if a.is_cuda and has_fast_products(a) else budget
+    return decide(a.shape[0] * row_bytes(columns, a.dtype) <= most, otherwise=False)
+
+
 def row_bytes(columns: int, dtype: torch.dtype, multiplies: bool = False) -> int:
     """Return the bytes of a row's similarities and their gradient, with the sums of its tiles.
 
@@ -217,6 +222,7 @@ def chunk_rows(a: Tensor, b: Tensor, budget: int, multiplies: bool = False) -> i
         # Then the product that gives the gradient of a chunk's rows keeps all multiprocessors busy.
         # Its tiles have 128 rows and 256 columns.
         tiles = target_of(a.device).multiprocessors // cdiv(a.shape[1], 256)
+        fitting = min(fitting, MOST_ROWS)
         unit = tiles * CHUNK_ROWS if 0 < tiles * CHUNK_ROWS <= fitting else CHUNK_ROWS
     if fitting < len(a) and fitting > unit:
         fitting = fitting // unit * unit
@@ -256,7 +262,8 @@ def planned_chunks(
     a: Tensor, b: Tensor, budget: int, saved: Tensor, kernels: ContrastiveKernels
 ) -> tuple[int, bool]:
     """Return the rows of a chunk, and whether kernels multiply instead of reading similarities."""
-    multiplies = not len(saved) and kernels.multiplies(a, b)
+    is_cut = not len(saved) and not fits_memory(a, len(b), budget)
+    multiplies = is_cut and kernels.multiplies(a, b)
     return chunk_rows(a, b, budget, multiplies), multiplies
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ....primitives import rows as row_functions
 from ....primitives.gpu.math import (
+    LOG2E,
     exp,
     exp_for_dtype,
     finite_shift,
@@ -56,13 +59,12 @@ MERGED, MERGED_PARTS = 64, 16  # results of a program that merges, and the parts
 
 
 class Tile(NamedTuple):
-    """The logits of a program.
+    """The logits of a program, or of some of its columns.
 
     Fields:
         row, column: their places in the chunk, [R, 1] and [1, C].
-        mask: which of them exist, [R, C].
-        is_whole: whether all of them do.
-        is_pair: which are those of pairs, [R, C].
+        is_whole: whether all of them exist.
+        pairs: the places of the columns of the rows' pairs, [R, 1].
         has_pairs: whether there may be any; most tiles have none.
         similarity, logit: the products and the logits, [R, C].
         blocks: the row and the column of the tile among tiles.
@@ -70,9 +72,8 @@ class Tile(NamedTuple):
 
     row: Any
     column: Any
-    mask: Any
     is_whole: Any
-    is_pair: Any
+    pairs: Any
     has_pairs: Any
     similarity: Any
     logit: Any
@@ -131,18 +132,15 @@ def as_tile(similarity, logits, row_block, column_block, first_column, R, C):
     first_row = row_block * ROWS
     row = first_row + tl.arange(0, ROWS)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < R) & (column < C)
     is_whole = (first_row + ROWS <= R) & (first_column + COLUMNS <= C)
     # The shift is subtracted from the same rounded logit that is stored for a pair.
     logit = rounded_product(similarity, tl.load(logits.scale))
     if logits.bias is not None:
         logit += tl.load(logits.bias)
-    # The columns of the pairs start at this one.
     pairs = first_row + logits.first
     has_pairs = (pairs < first_column + COLUMNS) & (pairs + ROWS > first_column)
-    is_pair = mask & (column == row + logits.first)
     blocks = (row_block, column_block)
-    return Tile(row, column, mask, is_whole, is_pair, has_pairs, similarity, logit, blocks)
+    return Tile(row, column, is_whole, row + logits.first, has_pairs, similarity, logit, blocks)
 
 
 @triton.jit
@@ -181,12 +179,12 @@ def scan_tile(tile, rows, columns, pairs_ptr, R, C, IS_SIGMOID: tl.constexpr):
     row_block, column_block = tile.blocks
     if IS_SIGMOID:
         offset = column_block.to(tl.int64) * R + tile.row
-        tl.store(rows.total + offset, loss_of_rows(tile, pairs_ptr), mask=tile.row < R)
+        tl.store(rows.total + offset, loss_of_rows(tile, pairs_ptr, R, C), mask=tile.row < R)
     else:
-        store_pairs(tile, pairs_ptr)
+        store_pairs(tile, pairs_ptr, R, C)
         x = tile.logit
         if not tile.is_whole:
-            x = tl.where(tile.mask, x, -float("inf"))
+            x = tl.where((tile.row < R) & (tile.column < C), x, -float("inf"))
         of_rows = (tile.row, R, column_block)
         if columns is None:
             store_part(rows, *logsumexp(x, 1), *of_rows)
@@ -212,22 +210,25 @@ def scan_tile(tile, rows, columns, pairs_ptr, R, C, IS_SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def store_pairs(tile, pairs_ptr):
+def store_pairs(tile, pairs_ptr, R, C):
     """Store the logits of the pairs of a tile."""
     if tile.has_pairs:
-        tl.store(pairs_ptr + tile.row + tile.column * 0, tile.logit, mask=tile.is_pair)
+        is_pair = (tile.column == tile.pairs) & (tile.row < R) & (tile.column < C)
+        tl.store(pairs_ptr + tile.row + tile.column * 0, tile.logit, mask=is_pair)
 
 
 @triton.jit
-def loss_of_rows(tile, pairs_ptr):
+def loss_of_rows(tile, pairs_ptr, R, C):
     """Store the logits of pairs, and return the sums of the losses of sigmoids over the columns."""
-    store_pairs(tile, pairs_ptr)
+    store_pairs(tile, pairs_ptr, R, C)
     excess = tl.maximum(tile.logit, 0.0)
     if tile.has_pairs:
-        excess = tl.where(tile.is_pair, tl.maximum(-tile.logit, 0.0), excess)
+        excess = tl.where(tile.column == tile.pairs, tl.maximum(-tile.logit, 0.0), excess)
     # The loss of a logit z is log(1 + exp(z)), and that of a pair's log(1 + exp(-z)).
     loss = excess + log1p_pair(exp(-tl.abs(tile.logit)))[0]
-    return tl.sum(tl.where(tile.mask, loss, 0.0), axis=1, keep_dims=True)
+    if not tile.is_whole:
+        loss = tl.where((tile.row < R) & (tile.column < C), loss, 0.0)
+    return tl.sum(loss, axis=1, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -282,7 +283,7 @@ def contrastive_product_scan_kernel(
         for i in tl.static_range(4):
             first = places[1] * TILE_C + i * (TILE_C // 4)
             tile = as_tile(parts[i], logits, *places, first, R, C)
-            total += loss_of_rows(tile, pairs_ptr)
+            total += loss_of_rows(tile, pairs_ptr, R, C)
         offset = places[1].to(tl.int64) * R + tile.row
         tl.store(rows.total + offset, total, mask=tile.row < R)
     else:
@@ -291,25 +292,36 @@ def contrastive_product_scan_kernel(
 
 
 @triton.jit
-def gradient_of(tile, rows, columns, R, C, DTYPE: tl.constexpr, IS_SIGMOID: tl.constexpr):
-    """Return the gradient of the logits of a tile, in the precision that `DTYPE` needs."""
+def gradient_of(tile, weights, columns, R, C, DTYPE: tl.constexpr, IS_SIGMOID: tl.constexpr):
+    """Return the gradient of the logits of a tile, in the precision that `DTYPE` needs.
+
+    `weights` are those of its rows.
+    """
     if IS_SIGMOID:
-        decay = exp_for_dtype(-tl.abs(tile.logit), DTYPE)
-        inverse = reciprocal(1.0 + decay)
-        rest = decay * inverse
-        gradient = tl.where(tile.logit < 0.0, rest, inverse)
+        gradient = sigmoid(tile.logit, DTYPE)
         if tile.has_pairs:
             # That of a pair is the sigmoid less 1, without cancellation.
-            of_pair = tl.where(tile.logit < 0.0, inverse, rest)
-            gradient = tl.where(tile.is_pair, -of_pair, gradient)
+            of_pair = -sigmoid(-tile.logit, DTYPE)
+            gradient = tl.where(tile.column == tile.pairs, of_pair, gradient)
     else:
-        gradient = probabilities(tile.logit, rows, tile.row, R, DTYPE)
+        gradient = probabilities(tile.logit, *weights, DTYPE)
         if columns is not None:
-            gradient += probabilities(tile.logit, columns, tile.column, C, DTYPE)
+            of_columns = load_weights(columns, tile.column, C)
+            gradient += probabilities(tile.logit, *of_columns, DTYPE)
         if tile.has_pairs:
-            gradient -= tl.where(tile.is_pair, 1.0, 0.0)
+            gradient -= tl.where(tile.column == tile.pairs, 1.0, 0.0)
     gradient = gradient.to(tile.logit.dtype)
-    return gradient if tile.is_whole else tl.where(tile.mask, gradient, 0.0)
+    if not tile.is_whole:
+        gradient = tl.where((tile.row < R) & (tile.column < C), gradient, 0.0)
+    return gradient
+
+
+@triton.jit
+def sigmoid(x, DTYPE: tl.constexpr):
+    """Return 1 / (1 + exp(-x)) in the precision that `DTYPE` needs."""
+    decay = exp_for_dtype(-tl.abs(x), DTYPE)
+    inverse = reciprocal(1.0 + decay)
+    return tl.where(x < 0.0, decay * inverse, inverse)
 
 
 @triton.jit
@@ -324,7 +336,7 @@ def store_sums(scale_ptr, bias_ptr, of_scale, of_bias, tile, R):
 def contrastive_gradient_kernel(
     logits,  # Logits, [R, C]
     stride,
-    rows,  # LogSumExp, [R], whose totals are the factors of the exponentials
+    rows,  # LogSumExp, [R], of `weights_of`
     columns,  # LogSumExp, [C], the same, or None
     gradient_ptr,  # [R, C], written
     gradient_stride,
@@ -342,11 +354,13 @@ def contrastive_gradient_kernel(
     similarity = loaded(logits, stride, *places, R, C, TILE_R, TILE_C)
     tile = as_tile(similarity, logits, *places, places[1] * TILE_C, R, C)
     dtype: tl.constexpr = gradient_ptr.dtype.element_ty
-    gradient = gradient_of(tile, rows, columns, R, C, dtype, IS_SIGMOID)
+    weights = None if IS_SIGMOID else load_weights(rows, tile.row, R)
+    gradient = gradient_of(tile, weights, columns, R, C, dtype, IS_SIGMOID)
     start = gradient_ptr + places[0].to(tl.int64) * TILE_R * gradient_stride
     r, c = tl.arange(0, TILE_R)[:, None], tl.arange(0, TILE_C)[None, :]
     ptrs = start + places[1] * TILE_C + (r * gradient_stride + c)
-    tl.store(ptrs, (gradient * factor).to(dtype), mask=tile.mask)
+    exists = (tile.row < R) & (tile.column < C)
+    tl.store(ptrs, (gradient * factor).to(dtype), mask=exists)
     of_scale = tl.sum(gradient * tile.similarity, axis=1, keep_dims=True)
     of_bias = tl.sum(gradient, axis=1, keep_dims=True)
     store_sums(scale_ptr, bias_ptr, of_scale, of_bias, tile, R)
@@ -383,11 +397,13 @@ def contrastive_product_gradient_kernel(
         similarity = multiplied((a, b), *places, D, TILE_R, TILE_C, BLOCK_D)
         of_scale = tl.zeros([TILE_R, 1], tl.float32)
         of_bias = tl.zeros([TILE_R, 1], tl.float32)
+        row = places[0] * TILE_R + tl.arange(0, TILE_R)[:, None]
+        weights = None if IS_SIGMOID else load_weights(rows, row, R)
         parts = quarters(similarity)
         for i in tl.static_range(4):
             first = places[1] * TILE_C + i * (TILE_C // 4)
             part = as_tile(parts[i], logits, *places, first, R, C)
-            found = gradient_of(part, rows, columns, R, C, gradient.dtype, IS_SIGMOID)
+            found = gradient_of(part, weights, columns, R, C, gradient.dtype, IS_SIGMOID)
             gradient.store([places[0] * TILE_R, first], (found * factor).to(gradient.dtype))
             of_scale += tl.sum(found * part.similarity, axis=1, keep_dims=True)
             of_bias += tl.sum(found, axis=1, keep_dims=True)
@@ -395,13 +411,27 @@ def contrastive_product_gradient_kernel(
 
 
 @triton.jit
-def probabilities(logit, state, place, size, DTYPE: tl.constexpr):
+def load_weights(state, place, size):
+    """Load the shift and the weight of rows or columns; see `weights_of`."""
+    if state is None:
+        return None
+    else:
+        return (
+            tl.load(state.maximum + place, mask=place < size, other=0.0),
+            tl.load(state.total + place, mask=place < size, other=0.0),
+        )
+
+
+@triton.jit
+def probabilities(logit, shift, weight, DTYPE: tl.constexpr):
     """Return the softmax over rows or columns, in the precision that the gradient needs."""
-    shift = finite_shift(tl.load(state.maximum + place, mask=place < size, other=0.0))
-    factor = tl.load(state.total + place, mask=place < size, other=0.0)
-    # Logits outside of the tile's mask may be above the maximum.
-    x = tl.minimum(logit - shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return exp_for_dtype(x, DTYPE) * factor
+    x = logit - shift
+    if DTYPE.primitive_bitwidth == 16:
+        return tl.exp2(tl.fma(x, LOG2E, weight))
+    else:
+        # Logits outside of the chunk may be above the maximum.
+        x = tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return exp_for_dtype(x, DTYPE) * weight
 
 
 @triton.jit(do_not_specialize=["P", "K"])
@@ -533,6 +563,19 @@ def scan(
         merge(of_columns, columns, adds)
 
 
+def weights_of(state: LogSumExp | None, share: float, dtype: torch.dtype) -> LogSumExp | None:
+    """Return the shifts of exponentials, and what they are multiplied by: share / total.
+
+    In half types it is the logarithm to base 2, which costs the kernel no product.
+    """
+    if state is None:
+        return None
+    weight, is_half = share / state.total, dtype.itemsize == 2
+    return LogSumExp(
+        row_functions.finite_shift(state.maximum), weight.log2() if is_half else weight
+    )
+
+
 def gradient(
     chunk: Logits,
     is_sigmoid: bool,
@@ -554,8 +597,7 @@ def gradient(
         written = {"gradient_ptr": result, "gradient_stride": result.stride(0)}
     if not is_sigmoid:
         share = 1.0 if columns is None else 0.5
-        rows = rows._replace(total=share / rows.total)
-        columns = None if columns is None else columns._replace(total=share / columns.total)
+        rows, columns = (weights_of(each, share, result.dtype) for each in (rows, columns))
     parts = sums.new_empty(2, cdiv(C, tiling.columns), R)
     sums_of_parts = {"scale_ptr": parts[0], "bias_ptr": parts[1]}
     states = {"rows": rows, "columns": columns, "factor": factor}
