@@ -38,7 +38,8 @@ def contrastive_loss(
             that of rows alone. A sigmoid has none of columns.
         memory_budget: bytes of workspace for logits, None for 2 GiB. All of them stay in memory up
             to the backward pass if they fit, with room for their gradient. Otherwise the backward
-            pass computes them again, which is one product more.
+            pass computes them again, which is one product more. On Hopper it does so in half types
+            for all logits beyond 2 GiB, since that is faster.
 
     Returns:
         The mean loss of the pairs in nats, `[]`, fp32 (fp64 for fp64); NaN for none. It is

@@ -55,13 +55,13 @@ class Logits(NamedTuple):
 
     Fields:
         similarities: the products of some rows with all columns, `[R, C]` in the accumulator's
-            dtype; the columns of a row are adjacent. Or the product that gives them.
+            dtype; the columns of a row are adjacent. Or the `Product` that gives them.
         scale: `[]`.
         bias: `[]`, or None for 0.
         first: the column that is the pair of the first row. That of the next row is the next.
     """
 
-    similarities: Tensor | Product
+    similarities: Any
     scale: Tensor
     bias: Tensor | None
     first: int

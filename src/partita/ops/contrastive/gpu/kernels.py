@@ -556,24 +556,20 @@ def scan(
     if is_sigmoid:
         rows.maximum.zero_()
         of_rows, rows = (each._replace(maximum=None) for each in (of_rows, rows))
-    tensors = {"rows": of_rows, "columns": of_columns, "pairs_ptr": pairs}
+    tensors: dict[str, Any] = {"rows": of_rows, "columns": of_columns, "pairs_ptr": pairs}
     launch_tiles(kernel, chunk, is_sigmoid, tiling, **tensors)
     merge(of_rows, rows)
     if columns is not None and of_columns is not None:
         merge(of_columns, columns, adds)
 
 
-def weights_of(state: LogSumExp | None, share: float, dtype: torch.dtype) -> LogSumExp | None:
+def weights_of(state: LogSumExp, share: float, dtype: torch.dtype) -> LogSumExp:
     """Return the shifts of exponentials, and what they are multiplied by: share / total.
 
     In half types it is the logarithm to base 2, which costs the kernel no product.
     """
-    if state is None:
-        return None
-    weight, is_half = share / state.total, dtype.itemsize == 2
-    return LogSumExp(
-        row_functions.finite_shift(state.maximum), weight.log2() if is_half else weight
-    )
+    shift, weight = row_functions.finite_shift(state.maximum), share / state.total
+    return LogSumExp(shift, weight.log2() if dtype.itemsize == 2 else weight)
 
 
 def gradient(
@@ -587,21 +583,23 @@ def gradient(
 ) -> None:
     """Write the gradient of a chunk of logits and the sums of its rows; see the reference."""
     R, C = chunk.similarities.shape
+    options: dict[str, Any]
     if isinstance(chunk.similarities, Product):
         kernel, tiling = contrastive_product_gradient_kernel, PRODUCT_DIFFERENTIATED
         quarter = [tiling.rows, tiling.columns // 4]
-        written = {"gradient": TensorDescriptor.from_tensor(result, quarter)}
-        written["programs"] = target_of(result.device).multiprocessors
+        options = {"gradient": TensorDescriptor.from_tensor(result, quarter)}
+        options["programs"] = target_of(result.device).multiprocessors
     else:
         kernel, tiling = contrastive_gradient_kernel, DIFFERENTIATED
-        written = {"gradient_ptr": result, "gradient_stride": result.stride(0)}
+        options = {"gradient_ptr": result, "gradient_stride": result.stride(0)}
+    options |= {"rows": rows, "columns": columns, "factor": factor}
     if not is_sigmoid:
         share = 1.0 if columns is None else 0.5
-        rows, columns = (weights_of(each, share, result.dtype) for each in (rows, columns))
+        options["rows"] = weights_of(rows, share, result.dtype)
+        options["columns"] = columns and weights_of(columns, share, result.dtype)
     parts = sums.new_empty(2, cdiv(C, tiling.columns), R)
-    sums_of_parts = {"scale_ptr": parts[0], "bias_ptr": parts[1]}
-    states = {"rows": rows, "columns": columns, "factor": factor}
-    launch_tiles(kernel, chunk, is_sigmoid, tiling, **written, **states, **sums_of_parts)
+    options |= {"scale_ptr": parts[0], "bias_ptr": parts[1]}
+    launch_tiles(kernel, chunk, is_sigmoid, tiling, **options)
     for part, total in zip(parts, sums, strict=True):
         merge(LogSumExp(None, part), LogSumExp(None, total))
 
