@@ -40,6 +40,8 @@ TARGETS = {
 
 # A prefix of kernels whose tiles need more shared memory than others have.
 HOPPER_ONLY = "low_rank"
+# A prefix of kernels that run on Hopper and on no later GPU.
+SM_90_ONLY = "contrastive_product"
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
 NVIDIA_ONLY = (

@@ -24,12 +24,14 @@ ONES = torch.ones(3, 4)
 KINDS = ("softmax", "rows alone", "hard negatives", "sigmoid", "sigmoid, hard negatives")
 
 
-def inputs(dtype: torch.dtype, device: str, kind: str) -> tuple[Tensor, ...]:
+def inputs(
+    dtype: torch.dtype, device: str, kind: str, n: int = N, d: int = D
+) -> tuple[Tensor, ...]:
     """Return a, b, scale and bias, whose pairs are near each other."""
-    a = features(N, D, dtype, device, 0)
-    b = features(N, D, dtype, device, 1, near=a)
+    a = features(n, d, dtype, device, 0)
+    b = features(n, d, dtype, device, 1, near=a)
     if kind.endswith("hard negatives"):
-        more = features(37, D, dtype, device, 2)
+        more = features(37, d, dtype, device, 2)
         b = torch.cat([b.detach(), more.detach()]).requires_grad_()
     numbers = (torch.tensor(x, device=device, requires_grad=True) for x in (20.0, -6.0))
     return a, b, *numbers
@@ -53,13 +55,14 @@ def run(of: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, ...]:
 def exact(of: tuple[Tensor, ...], kind: str) -> tuple[Tensor, ...]:
     of = tuple(x.detach().double().requires_grad_() for x in of)
     a, b, scale, bias = of
+    n = len(a)
     if kind == "softmax":
         loss = clip_loss(a, a, b, b, scale, 0)
     elif kind.startswith("sigmoid"):
-        loss = siglip_loss(a, [b[:N]], scale, bias, 0)
-        loss = loss - F.logsigmoid(-(scale * a @ b[N:].T + bias)).sum() / N
+        loss = siglip_loss(a, [b[:n]], scale, bias, 0)
+        loss = loss - F.logsigmoid(-(scale * a @ b[n:].T + bias)).sum() / n
     else:
-        loss = F.cross_entropy(scale * a @ b.T, torch.arange(N, device=a.device))
+        loss = F.cross_entropy(scale * a @ b.T, torch.arange(n, device=a.device))
     found = torch.autograd.grad(3 * loss, of, materialize_grads=True)
     return loss, *found
 
@@ -73,17 +76,53 @@ def test_values_and_gradients(
     of = inputs(dtype, device, kind)
     with poisoned_memory():
         found = run(of, **options(kind), memory_budget=budget)
+    check(found, exact(of, kind), dtype)
+
+
+def check(found: tuple[Tensor, ...], truth: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    """Compare a loss and its gradients with those in fp64."""
     single = torch.float64 if dtype == torch.float64 else torch.float32
     assert [x.dtype for x in found] == [single, dtype, dtype, torch.float32, torch.float32]
     eps = torch.finfo(single).eps
     # The logits are up to 20, so their rounding changes a probability by 20 eps and more.
-    for ours, truth in zip(found, exact(of, kind), strict=True):
+    for ours, exactly in zip(found, truth, strict=True):
         rounding = torch.finfo(ours.dtype).eps
         if ours.ndim == 2:  # the gradient of the logits is rounded too
             rounding = 4 * rounding
-        bound = (64 * eps + rounding) * max(float(truth.detach().abs().max()), 20 / N)
-        error = float((ours.detach().double() - truth.detach()).abs().max())
-        assert error <= bound, (kind, ours.shape, error, bound)
+        largest = max(float(exactly.detach().abs().max()), 20 / len(found[1]))
+        error = float((ours.detach().double() - exactly.detach()).abs().max())
+        assert error <= (64 * eps + rounding) * largest, (ours.shape, error, largest)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_multiply(kind: str, dtype: torch.dtype, device: str) -> None:
+    """On Hopper the kernels multiply features in half types; here are several of their tiles."""
+    of = inputs(dtype, device, kind, 300, 72)
+    budget = 130 * row_bytes(len(of[1]), dtype, True)
+    with poisoned_memory():
+        found = run(of, **options(kind), memory_budget=budget)
+        again = run(of, **options(kind), memory_budget=budget)
+    assert all(map(torch.equal, found, again))
+    check(found, exact(of, kind), dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "multiplies"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"D": 20}, False),  # whose rows start on 8 bytes
+        ({"shift": 1}, False),
+    ],
+)
+def test_features_that_kernels_multiply(change: dict[str, Any], multiplies: bool) -> None:
+    kernels = pytest.importorskip("partita.ops.contrastive.gpu.kernels")
+    size = {"D": 24, "dtype": torch.bfloat16, "shift": 0, **change}
+    memory = torch.zeros(size["shift"] + 3 * size["D"], dtype=size["dtype"])
+    a = memory[size["shift"] :].view(3, size["D"])
+    assert kernels.multiplies(a, torch.zeros_like(a)) is multiplies
 
 
 def test_the_budget_decides_the_chunks() -> None:
@@ -92,6 +131,14 @@ def test_the_budget_decides_the_chunks() -> None:
     assert row_bytes(4096, torch.float32) == meta
     rows = [chunk_rows(a, b, budget * meta) for budget in (1, 100, 300, 999, 1000, 2000)]
     assert rows == [1, 100, 256, 512, 1000, 1000]
+
+
+def test_chunks_of_products_fill_the_multiprocessors() -> None:
+    """A product with 768 columns has 3 tiles for 128 rows, so that 132 programs have 5,632 rows."""
+    a = torch.empty(65536, 768, device="meta", dtype=torch.bfloat16)
+    row = row_bytes(65536, a.dtype, True)
+    rows = [chunk_rows(a, a, budget * row, True) for budget in (5000, 6000, 12000, 65536)]
+    assert rows == [4736, 5632, 11264, 11264]
 
 
 @devices
@@ -141,17 +188,20 @@ def test_a_loss_near_zero_does_not_cancel() -> None:
 
 
 @devices
-def test_rows_and_columns_far_below_the_others(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_rows_and_columns_far_below_the_others(dtype: torch.dtype, device: str) -> None:
     """Their exponentials vanish beside those of the other logits of a tile."""
-    of = inputs(torch.float32, device, "softmax")
+    of = inputs(dtype, device, "softmax")
     with torch.no_grad():
         for x in of[:2]:
             x.copy_(F.normalize(0.1 * x + 1, dim=1))
         of[0][3] *= -1
         of[1][77] *= -0.2
         of[2].fill_(300.0)
-    for result, truth in zip(run(of), exact(of, "softmax"), strict=True):
-        assert (result - truth).abs().max() <= 2e-5 * truth.abs().max()
+    budget = 70 * row_bytes(N, dtype)
+    for result, truth in zip(run(of, memory_budget=budget), exact(of, "softmax"), strict=True):
+        bound = 2e-5 if result.dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        assert (result - truth).abs().max() <= bound * truth.abs().max()
 
 
 @devices
@@ -177,13 +227,14 @@ def test_no_rows_beside_columns(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_nan_reaches_the_loss(kind: str, device: str) -> None:
+def test_nan_reaches_the_loss(kind: str, dtype: torch.dtype, device: str) -> None:
     for part in (0, 1):
-        of = inputs(torch.float32, device, kind)
+        of = inputs(dtype, device, kind)
         with torch.no_grad():
             of[part][5, 3] = torch.nan
-        loss, *grads = run(of, kind=kind)
+        loss, *grads = run(of, kind=kind, memory_budget=70 * row_bytes(N, dtype))
         assert loss.isnan() and all(grad.isnan().any() for grad in grads[:3])
 
 

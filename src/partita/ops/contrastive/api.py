@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...runtime.autograd import apply, needs_gradient
+from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
 from .autograd import ContrastiveLoss
 from .common import checked_inputs
@@ -38,7 +38,8 @@ def contrastive_loss(
             that of rows alone. A sigmoid has none of columns.
         memory_budget: bytes of workspace for logits, None for 2 GiB. All of them stay in memory up
             to the backward pass if they fit, with room for their gradient. Otherwise the backward
-            pass computes them again, which is one product more.
+            pass computes them again, which is one product more. On Hopper it does so in half types
+            for all logits beyond 2 GiB, since that is faster.
 
     Returns:
         The mean loss of the pairs in nats, `[]`, fp32 (fp64 for fp64); NaN for none. It is
@@ -67,6 +68,6 @@ def contrastive_loss(
         tensor([-0.1420,  0.0710,  0.0710])
     """
     inputs = checked_inputs(a, b, logit_scale, logit_bias, kind, symmetric, memory_budget)
-    save = inputs.fits(inputs.b.shape[0]) and needs_gradient(*inputs[:4])
+    save = inputs.saves(inputs.b.shape[0])
     loss: Tensor = apply(ContrastiveLoss, *inputs, save, current_backend())[0]
     return loss

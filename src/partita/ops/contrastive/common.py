@@ -6,18 +6,20 @@ the products a backend reads them once, for the log-sum-exps or for the gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...primitives.gpu.target import target_of
 from ...primitives.rows import chunks
 from ...runtime import checks
+from ...runtime.autograd import needs_gradient
 from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import cdiv, decide, holds, larger, same_sizes
-from ..linear_heads.common import cast_to_autocast
+from ..linear_heads.common import cast_to_autocast, never
 from ..linear_heads.plan import (
     CPU_CHUNK_TOKENS,
     DEFAULT_BUDGET,
@@ -30,6 +32,22 @@ from ..linear_heads.products import multiply
 KINDS = ("softmax", "sigmoid")
 
 CHUNK_ROWS = 128  # Larger chunks have a multiple of these rows, which are a tile of the products.
+MOST_ROWS = 2**14  # of a chunk whose gradient alone is in memory; products of more are slower
+
+
+class Product(NamedTuple):
+    """The factors of similarities that a kernel computes, a @ b.T, without memory for them.
+
+    Fields:
+        a, b: features of rows and columns, `[R, D]` and `[C, D]`.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.a), len(self.b)
 
 
 class Logits(NamedTuple):
@@ -37,13 +55,13 @@ class Logits(NamedTuple):
 
     Fields:
         similarities: the products of some rows with all columns, `[R, C]` in the accumulator's
-            dtype; the columns of a row are adjacent.
+            dtype; the columns of a row are adjacent. Or the `Product` that gives them.
         scale: `[]`.
         bias: `[]`, or None for 0.
         first: the column that is the pair of the first row. That of the next row is the next.
     """
 
-    similarities: Tensor
+    similarities: Any
     scale: Tensor
     bias: Tensor | None
     first: int
@@ -72,10 +90,13 @@ class ContrastiveKernels(NamedTuple):
             of columns or None, a factor, and memory. It writes the gradient of the logits times the
             factor `[R, C]`, and the sums of each row, `[2, R]`: of the gradient times the
             similarity, and of the gradient.
+        multiplies: takes the features, and returns whether the other functions take their
+            `Product` instead of the similarities, and are faster with it.
     """
 
     scan: Callable[..., None]
     gradient: Callable[..., None]
+    multiplies: Callable[..., bool] = never
 
 
 class ContrastiveInputs(NamedTuple):
@@ -97,15 +118,16 @@ class ContrastiveInputs(NamedTuple):
     symmetric: bool
     budget: int
 
-    def fits(self, columns: int) -> bool:
-        """Return whether the logits of all rows fit the budget; raise unless those of one do."""
+    def saves(self, columns: int) -> bool:
+        """Return whether all logits are saved for a gradient; raise unless those of a row fit."""
         least = row_bytes(columns, self.a.dtype)
         if decide(self.budget < least, otherwise=False):
             raise ValueError(
                 f"memory_budget: expected at least {least:,} bytes for {columns:,} columns, or"
                 f" None, got {self.budget:,}"
             )
-        return decide(self.a.shape[0] * least <= self.budget, otherwise=False)
+        fits = fits_memory(self.a, columns, self.budget)
+        return fits and needs_gradient(self.a, self.b, self.logit_scale, self.logit_bias)
 
 
 def checked_inputs(
@@ -156,20 +178,56 @@ def checked_number(name: str, value: Tensor | float, a: Tensor) -> Tensor:
     return value.reshape(()).to(dtype)
 
 
-def row_bytes(columns: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a row's similarities and their gradient, with the sums of its tiles."""
-    return padded_width(columns) * (acc_dtype(dtype).itemsize + dtype.itemsize + 1)
+def has_fast_products(a: Tensor) -> bool:
+    """Return whether kernels multiply such features faster than they read similarities.
+
+    They do so in half types on GPUs of the Hopper generation, one of which other devices stand for.
+    The hardware that copies tiles needs rows that start on 16 bytes.
+    """
+    if a.dtype.itemsize != 2 or target_of(a.device).vendor != "nvidia":
+        return False
+    is_hopper = not a.is_cuda or torch.cuda.get_device_capability(a.device)[0] == 9
+    return is_hopper and decide((a.shape[1] > 0) & (a.shape[1] % 8 == 0), otherwise=False)
 
 
-def chunk_rows(a: Tensor, b: Tensor, budget: int) -> int:
+def fits_memory(a: Tensor, columns: int, budget: int) -> bool:
+    """Return whether all logits fit the budget.
+
+    Kernels that multiply take less time to compute many logits again than to read them. So no
+    budget makes room for more than the default one does.
+    """
+    most = min(budget, DEFAULT_BUDGET) if a.is_cuda and has_fast_products(a) else budget
+    return decide(a.shape[0] * row_bytes(columns, a.dtype) <= most, otherwise=False)
+
+
+def row_bytes(columns: int, dtype: torch.dtype, multiplies: bool = False) -> int:
+    """Return the bytes of a row's similarities and their gradient, with the sums of its tiles.
+
+    Kernels that multiply have no similarities in memory.
+    """
+    width = padded_width(columns)
+    if multiplies:
+        return width * dtype.itemsize + width // 8
+    return width * (acc_dtype(dtype).itemsize + dtype.itemsize + 1)
+
+
+def chunk_rows(a: Tensor, b: Tensor, budget: int, multiplies: bool = False) -> int:
     """Return the rows in a chunk: equal chunks, as few as the budget allows."""
-    fitting = max(min(budget // max(row_bytes(len(b), a.dtype), 1), len(a)), 1)
+    row = max(row_bytes(len(b), a.dtype, multiplies), 1)
+    fitting = max(min(budget // row, len(a)), 1)
     if a.device.type == "cpu":  # whose functions make temporary tensors
         fitting = min(fitting, CPU_CHUNK_TOKENS)
-    if fitting < len(a) and fitting > CHUNK_ROWS:
-        fitting = fitting // CHUNK_ROWS * CHUNK_ROWS
+    unit = CHUNK_ROWS
+    if multiplies:
+        # Then the product that gives the gradient of a chunk's rows keeps all multiprocessors busy.
+        # Its tiles have 128 rows and 256 columns.
+        tiles = target_of(a.device).multiprocessors // cdiv(a.shape[1], 256)
+        fitting = min(fitting, MOST_ROWS)
+        unit = tiles * CHUNK_ROWS if 0 < tiles * CHUNK_ROWS <= fitting else CHUNK_ROWS
+    if fitting < len(a) and fitting > unit:
+        fitting = fitting // unit * unit
     rows = cdiv(len(a), max(cdiv(len(a), fitting), 1))
-    return min(cdiv(rows, CHUNK_ROWS) * CHUNK_ROWS, fitting)
+    return min(cdiv(rows, unit) * unit, fitting)
 
 
 def gradient_factor(dtype: torch.dtype) -> float:
@@ -198,6 +256,39 @@ def empty_gradients(
     of_a, of_b = a.shape if a_grad else (0, 0), b.shape if b_grad else (0, 0)
     da, db, sums = (a.new_empty(size, dtype=dtype) for size in (of_a, of_b, (2, a.shape[0])))
     return da, db, sums
+
+
+def planned_chunks(
+    a: Tensor, b: Tensor, budget: int, saved: Tensor, kernels: ContrastiveKernels
+) -> tuple[int, bool]:
+    """Return the rows of a chunk, and whether kernels multiply instead of reading similarities."""
+    is_cut = not len(saved) and not fits_memory(a, len(b), budget)
+    multiplies = is_cut and kernels.multiplies(a, b)
+    return chunk_rows(a, b, budget, multiplies), multiplies
+
+
+def similarities_of_chunks(
+    a: Tensor, b: Tensor, size: int, multiplies: bool, saved: Tensor, are_known: bool = False
+) -> Iterator[tuple[slice, Tensor | Product]]:
+    """Yield the rows of each chunk and their similarities.
+
+    Args:
+        a, b: features.
+        size, multiplies: of `planned_chunks`.
+        saved: memory for the similarities of all rows. If it is empty, chunks share memory.
+        are_known: whether they have been computed.
+    """
+    if multiplies:
+        a, b = a.contiguous(), b.contiguous()
+        yield from ((some, Product(a[some], b)) for some in chunks(len(a), size))
+        return
+    a, b = as_factors(a, b)
+    memory = saved if len(saved) else saved.new_empty(size, padded_width(len(b)))
+    for some in chunks(len(a), size):
+        similarities = memory[some if len(saved) else slice(0, some.stop - some.start), : len(b)]
+        if not are_known:
+            multiply(a[some], b.T, similarities)
+        yield some, similarities
 
 
 def contrastive_state(
@@ -229,12 +320,8 @@ def contrastive_state(
     """
     rows, columns, saved = empty_state(a, b, symmetric, save)
     of_columns = LogSumExp(*columns) if symmetric else None
-    (n, _), m, size = a.shape, len(b), chunk_rows(a, b, budget)
-    a, b = as_factors(a, b)
-    memory = saved if save else saved.new_empty(min(size, n), padded_width(m))
-    for some in chunks(n, size):
-        similarities = memory[some if save else slice(0, some.stop - some.start), :m]
-        multiply(a[some], b.T, similarities)
+    plan = planned_chunks(a, b, budget, saved, kernels)
+    for some, similarities in similarities_of_chunks(a, b, *plan, saved):
         logits = Logits(similarities, logit_scale, logit_bias, first + some.start)
         *of_rows, pairs = rows[:, some]
         adds = some.start > 0
@@ -270,20 +357,14 @@ def contrastive_gradient(
     """
     da, db, sums = empty_gradients(a, b, a_grad, b_grad)
     of_columns = LogSumExp(*columns) if symmetric else None
-    (n, _), m, size = a.shape, len(b), chunk_rows(a, b, budget)
-    factor, (a, b) = gradient_factor(a.dtype), as_factors(a, b)
-    if n == 0:
+    plan, factor = planned_chunks(a, b, budget, saved, kernels), gradient_factor(a.dtype)
+    gradients, are_known = a.new_empty(plan[0], padded_width(len(b))), len(saved) > 0
+    each = similarities_of_chunks(a, b, *plan, saved, are_known)
+    a, b = as_factors(a, b)
+    if len(a) == 0:
         db.zero_()
-    width, most = padded_width(m), min(size, n)
-    memory = saved.new_empty(0 if len(saved) else most, width)
-    gradients = a.new_empty(most, width)
-    for some in chunks(n, size):
-        here = slice(0, some.stop - some.start)
-        similarities, gradient = memory[here, :m], gradients[here, :m]
-        if len(saved):
-            similarities = saved[some, :m]
-        else:
-            multiply(a[some], b.T, similarities)
+    for some, similarities in each:
+        gradient = gradients[: some.stop - some.start, : len(b)]
         logits = Logits(similarities, logit_scale, logit_bias, first + some.start)
         of_both = (LogSumExp(*rows[:2, some]), of_columns)
         kernels.gradient(logits, is_sigmoid, *of_both, factor, gradient, sums[:, some])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift
 from ...runtime import checks
-from ...runtime.autograd import apply, needed_gradients, needs_gradient, saved_tensors
+from ...runtime.autograd import apply, needed_gradients, saved_tensors
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import holds
@@ -160,6 +160,6 @@ def contrastive_loss(
         raise ValueError(f"b: expected at least one row, got shape {list(b.shape)}")
     shard = vocab_shard("b", inputs.b, 0, group, None)
     check_sizes(inputs.a, inputs.b, shard)
-    save = inputs.fits(shard.classes) and needs_gradient(*inputs[:4])
+    save = inputs.saves(shard.classes)
     loss: Tensor = apply(RanksLoss, *inputs, save, local, shard, current_backend())[0]
     return loss
