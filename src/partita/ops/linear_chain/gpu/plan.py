@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....primitives.gpu.target import Target
 from ....runtime.sizes import cdiv, next_power_of_2
-from ..common import RANGE_ROWS
+from ..common import RANGE_ROWS, is_constant
 
 MAX_RESIDENT_STATES = 128  # the transitions among more do not fit into a program
 MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between them
@@ -42,12 +42,14 @@ def range_parts(transitions: Tensor, T: int, N: int, save: bool, target: Target)
     """Return into how many parts the search for the range of the transitions is divided.
 
     It is 0 for chains that are scanned in the log domain whatever their range is. These are those
-    whose transitions change from step to step, and in Triton's interpreter all that are not
-    parallel in time, because the linear scans of others choose layouts.
+    whose transitions change from step to step, those of many states whose sequences have
+    transitions of their own, and in Triton's interpreter all that are not parallel in time, because
+    the linear scans of others choose layouts.
     """
     C = transitions.shape[-1]
     has_linear_scan = target.runs_ptx or is_parallel(T, N, C, save, target)
-    return cdiv(C, RANGE_ROWS) if transitions.ndim == 2 and has_linear_scan else 0
+    has_linear_scan &= transitions.ndim == 2 or C <= MAX_RESIDENT_STATES
+    return cdiv(C, RANGE_ROWS) if is_constant(transitions, T) and has_linear_scan else 0
 
 
 def parts_block(parts: int) -> int:
@@ -191,11 +193,11 @@ def count_groups(
     transitions: Tensor, T: int, N: int, per_sequence: bool, target: Target
 ) -> tuple[int, CountGroups]:
     """Return the number of matrices of counts, and the tokens of each."""
-    if transitions.ndim == 4:
+    if transitions.ndim == 4 and not is_constant(transitions, T):
         return (T - 1) * N, CountGroups(1, 1, 1, 1, 1)
     if transitions.ndim == 3:
         return T - 1, CountGroups(1, N, 1, N, N)
-    C = transitions.shape[-1]
+    C, per_sequence = transitions.shape[-1], per_sequence or transitions.ndim == 4
     groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
     tiles = cdiv(C, tile_block(C)) ** 2
     programs, tokens = COUNT_PROGRAMS * target.multiprocessors, 32
