@@ -174,6 +174,11 @@ class BaseHMM:
             raise NotImplementedError(f"{type(self).__name__}.initialize")
         return {}
 
+    def _initial_values(self, X: Tensor, random: Any) -> Parameters:
+        """Return starting values of the emissions of all restarts, `[R, C, ...]`."""
+        drawn = [self.initialize(X, random) for _ in range(self.n_init)]
+        return {name: torch.stack([each[name] for each in drawn]) for name in drawn[0]}
+
     def _prepare(self, batch: Batch) -> Any:
         """Return what `log_likelihood` and `statistics` get, which a fit forms once."""
         return batch.values
@@ -484,16 +489,19 @@ class BaseHMM:
         if set(drawn) - {"startprob", "transmat"}:
             shared = not isinstance(self.random_state, Integral)
             of_emissions = of_states if shared else random_state(self.random_state)
-        restarts: list[Parameters] = []
-        for _ in range(self.n_init if drawn else 0):
-            found: Parameters = {}
-            for name, size in (("startprob", None), ("transmat", C)):
-                if name in drawn:
-                    found[name] = torch.from_numpy(of_states.dirichlet([1 / C] * C, size))
-            if set(drawn) - {"startprob", "transmat"}:
-                found.update(self.initialize(X, of_emissions))
-            restarts.append(found)
-        values = {name: torch.stack([each[name] for each in restarts]).double() for name in drawn}
+        sizes = {"startprob": None, "transmat": C}
+        rows = [
+            {n: of_states.dirichlet([1 / C] * C, k) for n, k in sizes.items() if n in drawn}
+            for _ in range(self.n_init if drawn else 0)
+        ]
+        values = {
+            name: torch.stack([torch.from_numpy(each[name]) for each in rows])
+            for name in sizes
+            if name in drawn
+        }
+        if of_emissions is not None:
+            found = self._initial_values(X, of_emissions)
+            values |= {name: found[name].double() for name in drawn if name not in values}
         given = {
             name: value.to("cpu", torch.float64)
             for name in letters.values()
@@ -554,15 +562,15 @@ class BaseHMM:
         device, together = batch.values.device.type, 1
         if device == "cuda":
             together = max(1, MOST_TOGETHER[device] // (max(T, C) * N * C * self._width))
-        elif T * N * C * C <= MOST_TOGETHER.get(device, 0):
+        elif MOST_TOGETHER.get(device, 0) >= T * N * C * C:
             together = R
         size = -(-R // -(-R // together))  # so that batches are equally large
-        starts = range(0, R, size)
-        parts = [{name: x[i : i + size] for name, x in parameters.items()} for i in starts]
-        found = [self._counts(batch, data, part) for part in parts]
-        counts = found[0]
-        if len(found) > 1:
-            counts = {name: torch.cat([each[name] for each in found]) for name in counts}
+        if size == R:
+            counts = self._counts(batch, data, parameters)
+        else:
+            parts = ({k: x[i : i + size] for k, x in parameters.items()} for i in range(0, R, size))
+            found = [self._counts(batch, data, part) for part in parts]
+            counts = {name: torch.cat([each[name] for each in found]) for name in found[0]}
         return counts.pop("log_prob"), counts
 
     def _counts(self, batch: Batch, data: Any, parameters: Parameters) -> Parameters:
@@ -609,16 +617,13 @@ class BaseHMM:
     ) -> LinearChainPotentials:
         """Return the chains of all restarts, whose emissions are `[T * N, R, C]`."""
         (T, N), (_, R, C) = batch.shape, emissions.shape
-        moves, start = parameters["transmat"].log(), parameters["startprob"].log()
-        if R == 1:
-            moves = moves[0]
-        else:
-            moves = moves.expand(N, R, C, C).reshape(1, N * R, C, C)[: T - 1]
-        start = start.expand(N, R, C).reshape(N * R, C)
+        moves = parameters["transmat"].log()
+        own = moves.expand(N, R, C, C).reshape(1, N * R, C, C)[: T - 1] if R > 1 else moves[0]
+        start = parameters["startprob"].log().expand(N, R, C).reshape(N * R, C)
         emissions, lengths = emissions.reshape(T, N * R, C), batch.lengths
         if lengths is not None:
             lengths = lengths[:, None].expand(N, R).reshape(N * R)
-        return LinearChainPotentials(emissions, moves, start, None, lengths)
+        return LinearChainPotentials(emissions, own, start, None, lengths)
 
     def _chain(self, batch: Batch) -> tuple[LinearChain, Parameters]:
         """Return the chains of the sequences of a batch, and the parameters."""
@@ -661,7 +666,7 @@ class BaseHMM:
     def _over_restarts(
         self, function: Callable[..., Parameters], *values: Parameters
     ) -> Parameters:
-        """Call a function of one model's dicts of tensors with those of all restarts, `[R, ...]`."""
+        """Call a function of one model's tensors by name with those of all restarts, `[R, ...]`."""
         R = len(next(iter(values[0].values())))
         if R > 1 and not self._has_separate_states:
             return torch.func.vmap(function)(*values)

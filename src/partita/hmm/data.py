@@ -214,31 +214,35 @@ def sums_of_products(left: Tensor, right: Tensor) -> Tensor:
     return found if whole == len(left) else found.addmm(left[whole:].T, right[whole:])
 
 
-def k_means(points: Tensor, centers: int, runs: int, random: Any, steps: int = 25) -> Tensor:
-    """Return the centers `[C, D]` of the best of some runs of k-means on points `[M, D]`.
+def k_means(
+    points: Tensor, centers: int, restarts: int, runs: int, random: Any, steps: int = 25
+) -> Tensor:
+    """Return the centers `[R, C, D]` of k-means on points `[M, D]`, each the best of some runs.
 
     All runs are one batch. Each starts at points that are drawn far from each other.
 
     Source: Arthur and Vassilvitskii, k-means++: the advantages of careful seeding, 2007.
     """
-    drawn = torch.from_numpy(random.random_sample((centers, runs))).to(points)
+    number = restarts * runs
+    drawn = torch.from_numpy(random.random_sample((centers, number))).to(points)
     first = (drawn[0] * len(points)).long().clamp(max=len(points) - 1)
     found = points[first][:, None]  # [runs, 1, D]
-    nearest = torch.full((runs, len(points)), torch.inf).to(points)
-    for number in drawn[1:]:
+    nearest = points.new_full((number, len(points)), torch.inf)
+    for uniform in drawn[1:]:
         nearest = torch.minimum(nearest, _squares(points, found[:, -1:])[..., 0])
         total = nearest.cumsum(1)
-        at = torch.searchsorted(total, (number * total[:, -1])[:, None], right=True)
+        at = torch.searchsorted(total, (uniform * total[:, -1])[:, None], right=True)
         found = torch.cat([found, points[at.clamp(max=len(points) - 1)]], 1)
     for _ in range(steps):
         distance = _squares(points, found)
         members = torch.nn.functional.one_hot(distance.argmin(-1), centers).to(points)
         size = members.sum(1)[..., None]
         found = torch.where(size > 0, members.mT @ points / size.clamp(min=1), found)
-    inertia = _squares(points, found).amin(-1).sum(1)
+    inertia = _squares(points, found).amin(-1).sum(1).view(restarts, runs)
     # Runs find the same centers in other orders, and rounding must not choose among these.
-    is_best = inertia <= inertia.min() * (1 + 1e-4)
-    return found[is_best.to(torch.uint8).argmax()]
+    is_best = inertia <= inertia.amin(1, keepdim=True) * (1 + 1e-4)
+    best = torch.arange(0, number, runs).to(points.device) + is_best.to(torch.uint8).argmax(1)
+    return found[best]
 
 
 def _squares(points: Tensor, centers: Tensor) -> Tensor:

@@ -179,6 +179,13 @@ class GaussianHMM(BaseHMM):
         return {"s": C - 1, "t": C * (C - 1), "m": C * F, "c": covars[self.covariance_type]}
 
     def initialize(self, X: Tensor, random: Any) -> Parameters:
+        return {name: x[0] for name, x in self._initial_values(X, random, 1).items()}
+
+    def _initial_values(self, X: Tensor, random: Any, restarts: int | None = None) -> Parameters:
+        if restarts is None:
+            if type(self).initialize is not GaussianHMM.initialize:
+                return super()._initial_values(X, random)  # the starting values of a subclass
+            restarts = self.n_init
         C, F = self.n_components, X.shape[1]
         means = X.nanmean(0)
         centered = (X - means).nan_to_num()
@@ -186,7 +193,7 @@ class GaussianHMM(BaseHMM):
         if len(points) > max(MOST_POINTS, 64 * C):
             drawn = random.permutation(len(points))[: max(MOST_POINTS, 64 * C)]
             points = points[torch.from_numpy(drawn).to(points.device)]
-        centers = k_means(points, C, 10 if self.n_init == 1 else 1, random) + means
+        centers = k_means(points, C, restarts, 10 if self.n_init == 1 else 1, random) + means
         count = (~X.isnan()).sum(0).sub(1).clamp(min=1)
         covars = centered.T @ centered / count.sqrt() / count.sqrt()[:, None]
         covars = covars + self.min_covar * torch.eye(F).to(X)
@@ -196,7 +203,8 @@ class GaussianHMM(BaseHMM):
             "full": lambda: covars.expand(C, F, F),
             "tied": lambda: covars,
         }
-        return {"means": centers, "covars": kinds[self.covariance_type]()}
+        covars = kinds[self.covariance_type]()
+        return {"means": centers, "covars": covars.expand(restarts, *covars.shape)}
 
     def _prepare(self, batch: Batch) -> GaussianData:
         X, observed = batch.values, batch.observed

@@ -287,9 +287,9 @@ def test_transitions_of_each_sequence(
         pytest.skip("too long for the interpreter")
     monkeypatch.setattr(plan, "MIN_PARALLEL_TOKENS", 20)
     clear_caches()
-    emissions, _, start, end = (
-        random_linear_chain(*shape, ragged=False, device=device)._potentials.variables
-    )
+    emissions, _, start, end = random_linear_chain(
+        *shape, ragged=False, device=device
+    )._potentials.variables
     moves = torch.randn(N, C, C, dtype=torch.float64, device=device)
     moves[1] *= 200
     moves[0, 0, 1] -= 100  # which linear arithmetic holds

@@ -102,10 +102,10 @@ def _sum_edges(gradients: Iterator[Tensor], T: int, transitions: Tensor) -> list
             total = total + edge.mT
         else:
             steps.insert(0, edge.mT.sum(0) if transitions.ndim == 3 else edge.mT)
-    if steps:
-        total = torch.stack(steps)
-    elif transitions.ndim > 2:
-        total = total[None] if is_constant(transitions, T) else torch.zeros_like(transitions).double()
+    if is_constant(transitions, T):
+        total = total[None] if transitions.ndim == 4 else total
+    else:
+        total = torch.stack(steps) if steps else torch.zeros_like(transitions).double()
     first = next(gradients)
     return [torch.stack([first, *tokens]), total, first, last]
 

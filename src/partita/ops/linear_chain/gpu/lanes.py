@@ -314,11 +314,12 @@ def linear_chain_lane_states_kernel(
     batch = Batch(*batch)
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     T, N, end = batch.T, batch.N, batch.end
-    half, lanes, sets = tl.num_programs(0) // 2, tl.full([], N, tl.int64) * segments, saved.span.sets
+    half, sets, sequences = tl.num_programs(0) // 2, saved.span.sets, tl.full([], N, tl.int64)
+    lanes = sequences * segments
     which, lane = lanes_of_set(tl.program_id(0) % half, sets, lanes // sets, LANES)
     if transition_range(saved.span, which, BLOCK_PARTS)[0]:
         is_alpha = tl.program_id(0) < half
-        n, segment = which * (tl.full([], N, tl.int64) // sets) + lane // segments, lane % segments
+        n, segment = which * (sequences // sets) + lane // segments, lane % segments
         tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)

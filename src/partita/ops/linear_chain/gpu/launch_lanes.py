@@ -34,8 +34,8 @@ from .segments import (
 def score_table(transitions: Tensor, orders: int = 1, span: Span | None = None) -> Tensor:
     """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed.
 
-    Those of each sequence are `[N, 2, C, C]`. With a span it is exp of the transitions relative to the greatest. Two orders without one keep
-    the dtype, because each element is read many times.
+    Those of each sequence are `[N, 2, C, C]`. With a span it is exp of the transitions relative to
+    the greatest. Two orders without one keep the dtype, because each element is read many times.
     """
     C, sets = transitions.shape[-1], 1 if span is None else span.sets
     shape = (C, C) if orders == 1 else (sets, orders, C, C)
@@ -57,9 +57,7 @@ def score_table(transitions: Tensor, orders: int = 1, span: Span | None = None) 
     return table
 
 
-def launch_lanes(
-    kernel: Any, lanes: int, halves: int = 1, sets: int = 1, **arguments: Any
-) -> None:
+def launch_lanes(kernel: Any, lanes: int, halves: int = 1, sets: int = 1, **arguments: Any) -> None:
     """Launch a kernel with a lane for each of something, or in each half of its programs.
 
     No program has lanes of two sets.
