@@ -21,7 +21,10 @@ MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # whose transitions fit into a program in the log domain
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
+# Sequences that are scanned parallel in time at most. Scans of one step after the other take as long
+# for many sequences as for one, so longer sequences may be more.
 MAX_PARALLEL_SEQUENCES = 32
+TOKENS_PER_SEQUENCE = 64
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments, and counts whose tokens, have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
@@ -143,7 +146,8 @@ def is_parallel(T: int, N: int, C: int, save: bool, target: Target) -> bool:
 
 def uses_lanes(T: int, N: int, C: int, max_states: int) -> bool:
     """Return whether few sequences of few states are long enough to be scanned in segments."""
-    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and 0 < C <= max_states
+    max_sequences = max(MAX_PARALLEL_SEQUENCES, T // TOKENS_PER_SEQUENCE)
+    return T >= MIN_PARALLEL_TOKENS and 0 < N <= max_sequences and 0 < C <= max_states
 
 
 def segment_sizes(T: int) -> SegmentSizes:
