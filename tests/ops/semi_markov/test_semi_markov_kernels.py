@@ -241,7 +241,9 @@ def test_best_paths_and_samples(shape: tuple[int, int, int, int], device: str) -
 
 
 @kernel_devices
-@pytest.mark.parametrize(("C", "D", "k"), [(3, 4, 5), (1, 3, 3), (2, 1, 4), (5, 2, 1), (8, 9, 6)])
+@pytest.mark.parametrize(
+    ("C", "D", "k"), [(3, 4, 5), (1, 3, 3), (2, 1, 4), (5, 2, 1), (8, 9, 6), (3, 3, 12)]
+)
 def test_the_k_best_paths(C: int, D: int, k: int, device: str) -> None:
     """The kernel has the paths of the reference, equal ones in the same order, to the last bit."""
     assert plan.nbest_options(C, D, k)

@@ -17,27 +17,45 @@ from .scan import Sequence, load_emission
 from .scores import load_end
 
 
+UNROLLED = tl.constexpr(8)  # of the k best; more would take the compiler too long
+
+
 @triton.jit
-def take_best(lists, choices, K: tl.constexpr):
+def take_best(lists, choices, LEFT: tl.constexpr, KEPT: tl.constexpr):
     """Return the best heads of lists along axis 0 and their choices, and the lists without these.
 
-    A choice is unique among the heads of a column. That of the next number of its list is 1 more.
+    Of the LEFT numbers of a list, KEPT are returned. A choice is unique among the heads of a
+    column, and that of the next number of its list is 1 more.
     """
     best, choice = tl.reduce((lists[0], choices), 0, better_of)
     taken, rest = choices == choice[None, :], ()
-    for r in tl.static_range(1, K):
-        rest += (tl.where(taken, lists[r], lists[r - 1]),)
-    rest += (tl.where(taken, -float("inf"), lists[K - 1]),)
+    for i in tl.static_range(1, LEFT):
+        rest += (tl.where(taken, lists[i], lists[i - 1]),)
+    if KEPT == LEFT:
+        rest += (lists[LEFT - 1],)  # which never becomes a head, as that takes LEFT rounds
     return best, choice, rest, choices + taken.to(tl.int32)
 
 
 @triton.jit
-def with_number(numbers, r, number, K: tl.constexpr):
-    """Return K numbers of which number r is another."""
-    found = ()
-    for i in tl.static_range(K):
-        found += (tl.where(r == i, number, numbers[i]),)
-    return found
+def k_best(lists, choices, ways_ptr, mask, K: tl.constexpr):
+    """Return the K best numbers of K ordered numbers in each list, and store their choices."""
+    best = ()
+    if K <= UNROLLED:
+        for r in tl.static_range(K):
+            found, way, lists, choices = take_best(lists, choices, K - r, K - r - 1)
+            tl.store(ways_ptr + r, way, mask=mask)
+            best += (found,)
+    else:
+        for _ in tl.static_range(K):
+            best += (tl.max(lists[0], axis=0),)
+        for r in range(0, K):
+            found, way, lists, choices = take_best(lists, choices, K, K)
+            tl.store(ways_ptr + r, way, mask=mask)
+            replaced = ()
+            for i in tl.static_range(K):
+                replaced += (tl.where(r == i, found, best[i]),)
+            best = replaced
+    return best
 
 
 @triton.jit
@@ -77,30 +95,23 @@ def semi_markov_nbest_scan_kernel(
         to = ways_ptr + ((tl.full([], t, tl.int64) * N + n) * C + c) * K
         age, score = (t - slot) & (SLOTS - 1), emission.to(tl.float64)[None, :]
         is_inside = age < tl.minimum(D, t + 1)
-        entered, choices = (), states * K
+        entered = ()
         for r in tl.static_range(K):
             later = alpha[r][:, None] + matrix
             entered += (tl.where(t == 0, start if r == 0 else -float("inf"), later),)
-        newest = alpha
-        for r in range(0, K):
-            best, way, entered, choices = take_best(entered, choices, K)
-            tl.store(to + r, way, mask=c < C)
-            newest = with_number(newest, r, best, K)
+        newest = k_best(entered, states * K, to, c < C, K)
         opened, closed = (), ()
         for r in tl.static_range(K):
             opened += (tl.where(age == 0, newest[r][None, :], ring[r]) + score,)
             closed += (tl.where(is_inside, opened[r] + durations, -float("inf")),)
         ring, choices = opened, age * K + tl.zeros([SLOTS, BLOCK_C], tl.int32)
-        for r in range(0, K):
-            best, way, closed, choices = take_best(closed, choices, K)
-            tl.store(to + part + r, way, mask=c < C)
-            alpha = with_number(alpha, r, best, K)
+        alpha = k_best(closed, choices, to + part, c < C, K)
         emission, following = following, after
     scores, choices = (), c[:, None] * K
     for r in tl.static_range(K):
         scores += ((alpha[r] + load_end(ends, n, c, C))[:, None],)
     for r in range(0, K):
-        best, last, scores, choices = take_best(scores, choices, K)
+        best, last, scores, choices = take_best(scores, choices, K, K)
         best += invalid
         to = tl.full([], r, tl.int64) * N + n + tl.arange(0, 1)
         tl.store(scores_ptr + to, best)
