@@ -485,7 +485,8 @@ class BaseHMM:
             if not len(X):
                 raise ValueError("X: expected values, got NaN alone")
         # As in hmmlearn, equal seeds give transitions and emissions equal streams of their own.
-        of_states, of_emissions = random_state(self.random_state) if drawn else None, None
+        of_states: Any = random_state(self.random_state) if drawn else None
+        of_emissions = None
         if set(drawn) - {"startprob", "transmat"}:
             shared = not isinstance(self.random_state, Integral)
             of_emissions = of_states if shared else random_state(self.random_state)

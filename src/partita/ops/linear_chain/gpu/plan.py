@@ -21,8 +21,8 @@ MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # whose transitions fit into a program in the log domain
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
-# Sequences that are scanned parallel in time at most. Scans of one step after the other take as long
-# for many sequences as for one, so longer sequences may be more.
+# So many sequences are scanned parallel in time, or one for every TOKENS_PER_SEQUENCE tokens: other
+# scans take one step after the other, and as long for one sequence as for many.
 MAX_PARALLEL_SEQUENCES = 32
 TOKENS_PER_SEQUENCE = 64
 MAX_PARALLEL_STATES = 16

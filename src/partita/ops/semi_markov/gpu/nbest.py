@@ -16,7 +16,6 @@ from .paths import better_of, write_segment
 from .scan import Sequence, load_emission
 from .scores import load_end
 
-
 UNROLLED = tl.constexpr(8)  # of the k best; more would take the compiler too long
 
 
