@@ -426,7 +426,8 @@ class BaseHMM:
         if value.shape != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
         sums = value.sum(-1)
-        if not ((sums - 1).abs() <= 1e-5).all() or (value < 0).any():
+        gaps = [abs(each - 1) for each in sums.flatten().tolist()]
+        if not all(gap <= 1e-5 for gap in gaps) or (value < 0).any():
             raise ValueError(
                 f"{name}: expected probabilities, none negative, with a sum of 1, got the"
                 f" sum{'s' * (value.ndim > 1)} {sums.tolist()}"

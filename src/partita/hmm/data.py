@@ -12,6 +12,7 @@ from torch import Tensor
 from ..runtime.lengths import Lengths, as_lengths
 
 ROWS = 512  # of one product in a sum of products
+FEW_COLUMNS = 64  # of the left side, whose sum of products is a single one on a GPU
 MANY = 2**16  # rows from which on NumPy has the memory; restarts in one batch have fewer on a CPU
 
 
@@ -203,11 +204,11 @@ def products(left: Tensor, right: Tensor) -> Tensor:
 def sums_of_products(left: Tensor, right: Tensor) -> Tensor:
     """Return the product `[C, K]` of `[M, C]` and `[M, K]`, whose sums are over many rows.
 
-    It is a batch of products of some rows, which takes half as long on a CPU as one of all, and has
-    work for all of a GPU.
+    It is a batch of products of some rows, which takes half as long on a CPU as one of all. A GPU
+    divides a single one among its multiprocessors where the columns are few.
     """
     whole = len(left) // ROWS * ROWS
-    if whole <= ROWS:
+    if whole <= ROWS or (not left.is_cpu and left.shape[1] <= FEW_COLUMNS):
         return left.T @ right
     parts = [x[:whole].reshape(-1, ROWS, x.shape[1]) for x in (left, right)]
     found = (parts[0].mT @ parts[1]).sum(0)

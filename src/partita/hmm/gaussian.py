@@ -231,8 +231,8 @@ class GaussianHMM(BaseHMM):
             constant = torch.addcmul((inverse * (0.5 / math.pi)).log(), m, linear, value=-1)
             if X.features.shape[1] == 2 * F + 1:
                 constant = constant.sum(1, keepdim=True)
-            factors = torch.cat([-inverse, 2 * linear, constant], 1)
-            return products(X.features, (0.5 * factors).T)
+            factors = torch.cat([-0.5 * inverse, linear, 0.5 * constant], 1)
+            return products(X.features, factors.T)
         identity = torch.eye(F).to(m)
         lower, failed = torch.linalg.cholesky_ex(covars)
         repaired = torch.linalg.cholesky_ex(covars + REPAIR * identity)[0]
