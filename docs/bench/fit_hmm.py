@@ -1,9 +1,10 @@
-"""Time one iteration of `fit` of partita.hmm beside hmmlearn, from the same parameters.
+"""Time a fit of one iteration of partita.hmm beside hmmlearn, from the same parameters.
 
     python docs/bench/fit_hmm.py [cpu|cuda]
 
 Where hmmlearn is installed, its new parameters are compared with ours. Both libraries run by turns,
-and the least time of each counts, since other processes only add to it.
+and the least time of each counts, since other processes only add to it. On a GPU an iteration
+inside of a fit is timed too, of one start and of 64 restarts.
 """
 
 from __future__ import annotations
@@ -54,6 +55,18 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def iteration(X: torch.Tensor, lengths: list[int], n_init: int) -> float:
+    """Return the time of an iteration inside of a fit, which has one start or several."""
+
+    def fit(n_iter: int) -> Any:
+        options: dict[str, Any] = {"n_iter": n_iter, "n_init": n_init, "random_state": 0}
+        return partita.hmm.GaussianHMM(16, tol=-1e9, **options).fit(X, lengths)
+
+    fit(1)
+    one, many = (min(seconds(partial(fit, k)) for _ in range(ROUNDS)) for k in (1, 6))
+    return (many - one) / 5
+
+
 def main(device: str = "cpu") -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -83,6 +96,12 @@ def main(device: str = "cpu") -> None:
             )
             ratio = least / best["partita"]
             print(f"  {library:20} {least * 1e3:8.1f} ms  {ratio:5.1f} ×  apart {apart.max():.0e}")
+    for N, T in ((1, 100_000), (100, 200)) if device != "cpu" else ():
+        values = torch.from_numpy(np.random.RandomState(0).normal(size=(N * T, 4)))
+        values, lengths = values.to(device, torch.float32), [T] * N
+        one, many = (iteration(values, lengths, n_init) for n_init in (1, 64))
+        print(f"An iteration of {N} × {T:,} steps: {one * 1e3:.2f} ms,", end=" ")
+        print(f"of 64 restarts {many * 1e3:.2f} ms, {many / one:.1f} ×")
 
 
 if __name__ == "__main__":

@@ -244,6 +244,37 @@ def test_restarts_are_the_same_together_and_one_by_one(kind: str, monkeypatch: A
     assert one.monitor_.history[-1] >= single.monitor_.history[-1] - 1e-6 or kind in KINDS
 
 
+@pytest.mark.parametrize("kind", ["diag", "full", "categorical", "poisson"])
+def test_priors_of_each_state_hold_in_all_restarts(kind: str, monkeypatch: Any) -> None:
+    by_state = 1 + torch.arange(C).double()[:, None]
+    options: dict[str, Any] = {"transmat_prior": 1 + torch.eye(C), "startprob_prior": [1, 2, 3]}
+    if kind == "categorical":
+        options["emissionprob_prior"] = by_state.expand(C, 4)
+    elif kind == "poisson":
+        options["lambdas_prior"] = by_state
+    else:
+        options |= {"means_prior": by_state.expand(C, F), "means_weight": by_state}
+        full = by_state[:, None] * torch.eye(F)
+        options |= {"covars_prior": full if kind == "full" else by_state, "covars_weight": 2.0}
+    found = []
+    for most in (0, 2**30):
+        monkeypatch.setattr(base, "MOST_TOGETHER", {"cpu": most})
+        found.append(fresh(kind, n_init=3, n_iter=5, tol=-1e9, **options).fit(values_of(kind, 40)))
+    np.testing.assert_allclose(*(model.monitor_.history for model in found), rtol=1e-8)
+    for name in found[0]._names:
+        torch.testing.assert_close(*(model._stored(name) for model in found))
+
+
+def test_a_subclass_chooses_the_starting_values_of_all_restarts() -> None:
+    class Fixed(GaussianHMM):
+        def initialize(self, X: Tensor, random: Any) -> dict[str, Tensor]:
+            values = super().initialize(X, random)
+            return values | {"means": torch.zeros_like(values["means"])}
+
+    model = Fixed(C, n_init=2, n_iter=1, params="st", random_state=0).fit(values_of("diag", 30))
+    assert (model.means_ == 0).all() and (model.covars_.diagonal(dim1=1, dim2=2) > 0).all()
+
+
 def test_a_fit_keeps_the_restart_with_the_greatest_likelihood() -> None:
     X = values_of("categorical", 50)
     starts = fresh("categorical", n_init=4, n_features=4)._starting_values(base.batch_of(X, None))

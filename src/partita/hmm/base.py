@@ -38,6 +38,7 @@ from .data import (
     at_least_zero,
     batch_of,
     generator_of,
+    moved,
     normalized,
     prior,
     random_state,
@@ -47,8 +48,9 @@ from .monitor import ConvergenceMonitor, FitProgress
 Parameters = dict[str, Tensor]
 
 CHUNK = 2**24  # scores of transitions that `filter` writes out at once
-# Transitions of all steps up to which all restarts are sequences of one batch. Beyond it the chain
-# of each restart is a call of its own, which needs no memory for the posterior of each transition.
+# Restarts run in batches of so many numbers at most: on a GPU of the scores of all states, of which
+# there are some copies in memory. On a CPU, which scans long chains faster one by one, they are a
+# single batch up to so many transitions of all steps of one restart.
 MOST_TOGETHER = {"cpu": 2**15, "cuda": 2**26}
 DECODERS = ("viterbi", "map")
 
@@ -131,6 +133,10 @@ class BaseHMM:
     startprob_: Any
     transmat_: Any
     has_missing_entries = False  # whether single entries of a row may be missing
+    # Whether each state has parameters, statistics and updates of its own. Then the states of all
+    # restarts run as those of one model, otherwise restarts run through `torch.func.vmap`.
+    _has_separate_states = False
+    _width = 1  # the numbers of a state and a row in temporaries
 
     def __init__(
         self,
@@ -167,6 +173,11 @@ class BaseHMM:
         if self.emission_parameters:
             raise NotImplementedError(f"{type(self).__name__}.initialize")
         return {}
+
+    def _initial_values(self, X: Tensor, random: Any) -> Parameters:
+        """Return starting values of the emissions of all restarts, `[R, C, ...]`."""
+        drawn = [self.initialize(X, random) for _ in range(self.n_init)]
+        return {name: torch.stack([each[name] for each in drawn]) for name in drawn[0]}
 
     def _prepare(self, batch: Batch) -> Any:
         """Return what `log_likelihood` and `statistics` get, which a fit forms once."""
@@ -399,22 +410,24 @@ class BaseHMM:
                     f"{name}_: expected a value; call fit first, or set {name}_ and leave its"
                     " letter out of init_params"
                 )
-            found[name] = value.to(device, torch.float64)
+            found[name] = value.to("cpu", torch.float64)
         self._check_parameters(found)
-        return found
+        return moved(found, device)
 
     def _check_parameters(self, parameters: Parameters) -> None:
+        """Raise for a parameter that is wrong, of those that were set."""
         C = self.n_components
-        self._check_distributions("startprob_", parameters["startprob"], (C,))
-        self._check_distributions("transmat_", parameters["transmat"], (C, C))
+        for name, shape in (("startprob", (C,)), ("transmat", (C, C))):
+            if name in parameters:
+                self._check_distributions(f"{name}_", parameters[name], shape)
 
     @staticmethod
     def _check_distributions(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
         if value.shape != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
         sums = value.sum(-1)
-        wrong = (sums - 1).abs().gt(1e-5) | value.lt(0).any(-1) | sums.isnan()
-        if wrong.any():
+        gaps = [abs(each - 1) for each in sums.flatten().tolist()]
+        if not all(gap <= 1e-5 for gap in gaps) or (value < 0).any():
             raise ValueError(
                 f"{name}: expected probabilities, none negative, with a sum of 1, got the"
                 f" sum{'s' * (value.ndim > 1)} {sums.tolist()}"
@@ -473,27 +486,32 @@ class BaseHMM:
             if not len(X):
                 raise ValueError("X: expected values, got NaN alone")
         # As in hmmlearn, equal seeds give transitions and emissions equal streams of their own.
-        of_states, of_emissions = random_state(self.random_state), None
-        if drawn != ["startprob", "transmat"]:
+        of_states: Any = random_state(self.random_state) if drawn else None
+        of_emissions = None
+        if set(drawn) - {"startprob", "transmat"}:
             shared = not isinstance(self.random_state, Integral)
             of_emissions = of_states if shared else random_state(self.random_state)
-        restarts = []
-        for _ in range(self.n_init):
-            found: Parameters = {}
-            for name, size in (("startprob", None), ("transmat", C)):
-                if name in drawn:
-                    found[name] = torch.from_numpy(of_states.dirichlet([1 / C] * C, size))
-            if set(drawn) - {"startprob", "transmat"}:
-                found.update(self.initialize(X, of_emissions))
-            restarts.append({name: found[name].to(X) for name in drawn})
-        values = {name: torch.stack([each[name] for each in restarts]) for name in drawn}
-        for name in letters.values():
-            if name not in drawn:
-                value = self._stored(name)
-                assert value is not None
-                values[name] = value.to(X).expand(self.n_init, *value.shape)
-        self._check_parameters({name: value[0] for name, value in values.items()})
-        return values
+        sizes = {"startprob": None, "transmat": C}
+        rows = [
+            {n: of_states.dirichlet([1 / C] * C, k) for n, k in sizes.items() if n in drawn}
+            for _ in range(self.n_init if drawn else 0)
+        ]
+        values = {
+            name: torch.stack([torch.from_numpy(each[name]) for each in rows])
+            for name in sizes
+            if name in drawn
+        }
+        if of_emissions is not None:
+            found = self._initial_values(X, of_emissions)
+            values |= {name: found[name].double() for name in drawn if name not in values}
+        given = {
+            name: value.to("cpu", torch.float64)
+            for name in letters.values()
+            if name not in drawn and (value := self._stored(name)) is not None
+        }
+        self._check_parameters(given)
+        values |= {name: x.expand(self.n_init, *x.shape) for name, x in given.items()}
+        return values | moved({name: x for name, x in values.items() if x.is_cpu}, X.device)
 
     # Expectation maximization.
 
@@ -502,10 +520,12 @@ class BaseHMM:
     ) -> tuple[Parameters, ConvergenceMonitor]:
         """Return the parameters and the monitor of the best restart."""
         if type(self.monitor_) is ConvergenceMonitor:
-            self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter, self.verbose)
-        monitors = [copy.deepcopy(self.monitor_) for _ in range(self.n_init)]
-        for monitor in monitors:
-            monitor._reset()
+            options = (self.tol, self.n_iter, self.verbose)
+            monitors = [ConvergenceMonitor(*options) for _ in range(self.n_init)]
+        else:
+            monitors = [copy.deepcopy(self.monitor_) for _ in range(self.n_init)]
+            for monitor in monitors:
+                monitor._reset()
         running, found = list(range(self.n_init)), {}
         with FitProgress(self.n_iter) as progress:
             for iteration in range(self.n_iter):
@@ -541,11 +561,16 @@ class BaseHMM:
     ) -> tuple[Tensor, Parameters]:
         """Return log P of each restart, `[R]`, and its expected counts and statistics."""
         (T, N), C, R = batch.shape, self.n_components, len(parameters["startprob"])
-        most = MOST_TOGETHER.get(batch.values.device.type, 0)
-        if R == 1 or T * N * C * C * (1 if batch.values.is_cpu else R) <= most:
+        device, together = batch.values.device.type, 1
+        if device == "cuda":
+            together = max(1, MOST_TOGETHER[device] // (max(T, C) * N * C * self._width))
+        elif MOST_TOGETHER.get(device, 0) >= T * N * C * C:
+            together = R
+        size = -(-R // -(-R // together))  # so that batches are equally large
+        if size == R:
             counts = self._counts(batch, data, parameters)
         else:
-            parts = ({k: x[r : r + 1] for k, x in parameters.items()} for r in range(R))
+            parts = ({k: x[i : i + size] for k, x in parameters.items()} for i in range(0, R, size))
             found = [self._counts(batch, data, part) for part in parts]
             counts = {name: torch.cat([each[name] for each in found]) for name in found[0]}
         return counts.pop("log_prob"), counts
@@ -554,29 +579,28 @@ class BaseHMM:
         """Return `log_prob`, expected counts and statistics of restarts as one batch."""
         (T, N), C, R = batch.shape, self.n_components, len(parameters["startprob"])
         of_emissions = self._of_emissions(parameters)
-        emissions = _over_restarts(lambda p: {"e": self._emissions(batch, data, p)})(
-            of_emissions if of_emissions else parameters
-        )["e"]
-        chain = self._potentials(batch, emissions, parameters)
+        columns = self._over_restarts(
+            lambda p: {"": self._emissions(batch, data, p).T}, of_emissions or parameters
+        )[""]
+        # Restart r of sequence n is sequence n * R + r of the batch.
+        chain = self._potentials(batch, columns.permute(2, 0, 1), parameters)
         log_probs, posteriors, moves, start, _ = autograd.expectation_step(chain)
-        by_restart = posteriors.view(T, R, N, C).transpose(0, 1).reshape(R, T * N, C)
         counts = {
-            "log_prob": log_probs.view(R, N).sum(1),
-            "startprob": start.view(R, N, C).sum(1),
-            "transmat": moves[None] if R == 1 else moves.view(T - 1, R, N, C, C).sum((0, 2)),
+            "log_prob": log_probs.view(N, R).sum(0),
+            "startprob": start.view(N, R, C).sum(0),
+            "transmat": moves[None] if R == 1 else moves.sum(0).view(N, R, C, C).sum(0),
         }
         if of_emissions:
-            counts |= _over_restarts(lambda q, p: self._statistics(batch, data, q["q"], p))(
-                {"q": by_restart}, of_emissions
+            columns = posteriors.reshape(T * N, R, C).permute(1, 2, 0)
+            counts |= self._over_restarts(
+                lambda q, p: self._statistics(batch, data, q[""].T, p), {"": columns}, of_emissions
             )
         return counts
 
     def _emissions(self, batch: Batch, data: Any, parameters: Parameters) -> Tensor:
-        """Return the emissions of one model, `[T, N, C]`; a row that is missing has zeros."""
+        """Return the emissions of one model, `[T * N, C]`; a row that is missing has zeros."""
         rows = self.log_likelihood(data, **self._of_emissions(parameters))
-        if batch.missing is not None:
-            rows = rows.masked_fill(batch.missing, 0.0)
-        return rows.reshape(*batch.shape, self.n_components)
+        return rows if batch.missing is None else rows.masked_fill(batch.missing, 0.0)
 
     def _statistics(
         self, batch: Batch, data: Any, posteriors: Tensor, parameters: Parameters
@@ -593,24 +617,22 @@ class BaseHMM:
     def _potentials(
         self, batch: Batch, emissions: Tensor, parameters: Parameters
     ) -> LinearChainPotentials:
-        """Return the chains of all restarts, whose emissions are `[R, T, N, C]`."""
-        R, T, N, C = emissions.shape
+        """Return the chains of all restarts, whose emissions are `[T * N, R, C]`."""
+        (T, N), (_, R, C) = batch.shape, emissions.shape
         moves = parameters["transmat"].log()
-        if R == 1:
-            moves = moves[0]
-        else:
-            moves = moves[:, None].expand(R, N, C, C).reshape(-1, C, C).expand(T - 1, -1, -1, -1)
-        start = parameters["startprob"].log()[:, None].expand(R, N, C).reshape(-1, C)
-        emissions = emissions.transpose(0, 1).reshape(T, R * N, C)
-        lengths = None if batch.lengths is None else batch.lengths.repeat(R)
-        return LinearChainPotentials(emissions, moves, start, torch.zeros_like(start), lengths)
+        own = moves.expand(N, R, C, C).reshape(1, N * R, C, C)[: T - 1] if R > 1 else moves[0]
+        start = parameters["startprob"].log().expand(N, R, C).reshape(N * R, C)
+        emissions, lengths = emissions.reshape(T, N * R, C), batch.lengths
+        if lengths is not None:
+            lengths = lengths[:, None].expand(N, R).reshape(N * R)
+        return LinearChainPotentials(emissions, own, start, None, lengths)
 
     def _chain(self, batch: Batch) -> tuple[LinearChain, Parameters]:
         """Return the chains of the sequences of a batch, and the parameters."""
         self._check_features(batch)
         parameters = self._parameters(batch.values.device)
         data = self._prepare(batch)
-        emissions = self._emissions(batch, data, parameters)[None]
+        emissions = self._emissions(batch, data, parameters)[:, None]
         of_one = {name: value[None] for name, value in parameters.items()}
         emissions, moves, start, end, lengths = self._potentials(batch, emissions, of_one)
         return LinearChain(emissions, moves, start, end, lengths=lengths), parameters
@@ -623,33 +645,36 @@ class BaseHMM:
             ("t", "transmat", self.transmat_prior),
         ):
             if letter in self.params:
-                old = parameters[name]
-                # A state or transition that is forbidden stays so.
-                found = at_least_zero(prior(of_prior, old) - 1 + counts[name])
-                new[name] = normalized(found.masked_fill(old == 0, 0.0), old)
+                old, found = parameters[name], counts[name]
+                if not isinstance(of_prior, int | float) or of_prior != 1:
+                    # A state or transition that is forbidden stays so.
+                    found = at_least_zero(prior(of_prior, old) - 1 + found)
+                    found = found.masked_fill(old == 0, 0.0)
+                new[name] = normalized(found, old)
         statistics = {
             name.partition(".")[2]: value
             for name, value in counts.items()
             if name.startswith("emissions.")
         }
         if statistics:
-            updated = _over_restarts(lambda s, p: self.update(s, **p))(
-                statistics, self._of_emissions(parameters)
+            updated = self._over_restarts(
+                lambda s, p: self.update(s, **p), statistics, self._of_emissions(parameters)
             )
             for letter, name in self.emission_parameters.items():
                 if letter in self.params and name in updated:
                     new[name] = updated[name]
         return new
 
-
-def _over_restarts(function: Callable[..., Parameters]) -> Callable[..., Parameters]:
-    """Return a function of one model's dicts of tensors as one of dicts of tensors `[R, ...]`."""
-
-    def of_all(*values: Parameters) -> Parameters:
+    def _over_restarts(
+        self, function: Callable[..., Parameters], *values: Parameters
+    ) -> Parameters:
+        """Call a function of one model's tensors by name with those of all restarts, `[R, ...]`."""
         R = len(next(iter(values[0].values())))
-        if R > 1:
+        if R > 1 and not self._has_separate_states:
             return torch.func.vmap(function)(*values)
-        one = function(*({name: x[0] for name, x in each.items()} for each in values))
-        return {name: x[None] for name, x in one.items()}
-
-    return of_all
+        # Those of a single restart are flattened too, which is a view.
+        if self._has_separate_states:
+            one = [{name: x.flatten(0, 1) for name, x in each.items()} for each in values]
+            return {name: x.unflatten(0, (R, -1)) for name, x in function(*one).items()}
+        one = [{name: x[0] for name, x in each.items()} for each in values]
+        return {name: x[None] for name, x in function(*one).items()}

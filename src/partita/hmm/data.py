@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..runtime.lengths import Lengths, as_lengths
 
 ROWS = 512  # of one product in a sum of products
+FEW_COLUMNS = 64  # of the left side, whose sum of products is a single one on a GPU
 MANY = 2**16  # rows from which on NumPy has the memory; restarts in one batch have fewer on a CPU
 
 
@@ -87,15 +89,19 @@ def batch_of(X: Any, lengths: Lengths | None) -> Batch:
     values, M = values.double(), len(values)
     sizes = _checked_lengths(lengths, M)
     T, N = int(sizes.max()), len(sizes)
-    rows = None
-    if N > 1:
-        # Row t * N + n of the batch has step t of sequence n.
+    is_ragged, rows = T * N > M, None
+    # Row t * N + n of the batch has step t of sequence n.
+    if is_ragged:
         sequence = torch.repeat_interleave(torch.arange(N), sizes)
         step = torch.arange(M) - (sizes.cumsum(0) - sizes)[sequence]
         rows = (step * N + sequence).to(values.device)
         values = values.new_zeros(T * N, values.shape[1]).index_copy_(0, rows, values)
+    elif N > 1:
+        rows = torch.arange(M, device=values.device).view(T, N).T.reshape(M)
+        values = values.view(N, T, -1).transpose(0, 1).reshape(M, -1)
     observed = missing = None
-    if not is_whole:
+    # A sum that is finite has no NaN and no infinity.
+    if not is_whole and not math.isfinite(values.sum()):
         found = ~values.isnan()
         counts = torch.stack([found.all(), found.any(1).all(), values.isinf().any()]).tolist()
         if counts[2]:
@@ -103,7 +109,6 @@ def batch_of(X: Any, lengths: Lengths | None) -> Batch:
         observed = None if counts[0] else found
         missing = None if counts[1] else ~found.any(1, keepdim=True)
         values = values if counts[0] else values.nan_to_num()
-    is_ragged = bool((sizes < T).any())
     on_device = sizes.to(values.device) if is_ragged else None
     return Batch(values, observed, missing, on_device, (T, N), rows, form_of(X))
 
@@ -157,11 +162,26 @@ def normalized(counts: Tensor, old: Tensor) -> Tensor:
     return torch.where(total > 0, counts / total, old)
 
 
-def prior(value: Any, like: Tensor) -> Any:
-    """Return a number as it is, and any other prior as a tensor beside `like`."""
+def prior(value: Any, like: Tensor, ndim: int = 0) -> Any:
+    """Return a number as it is, and any other prior as a tensor beside `like`.
+
+    A tensor of `ndim` dimensions has a row for each state, and is repeated for all restarts.
+    """
     if isinstance(value, int | float):
         return value
-    return as_tensor("prior", value).to(like)
+    found = as_tensor("prior", value).to(like)
+    if found.ndim == ndim and 1 < len(found) < len(like):
+        found = found.repeat(len(like) // len(found), *(1,) * (ndim - 1))
+    return found
+
+
+def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return fp64 tensors of a CPU on a device, to which they go in one copy."""
+    if device.type == "cpu" or not tensors:
+        return tensors
+    flat = torch.cat([x.reshape(-1) for x in tensors.values()]).to(device)
+    parts = flat.split([x.numel() for x in tensors.values()])
+    return {name: x.view(tensors[name].shape) for name, x in zip(tensors, parts, strict=True)}
 
 
 def at_least_zero(value: Any) -> Any:
@@ -184,40 +204,46 @@ def products(left: Tensor, right: Tensor) -> Tensor:
 def sums_of_products(left: Tensor, right: Tensor) -> Tensor:
     """Return the product `[C, K]` of `[M, C]` and `[M, K]`, whose sums are over many rows.
 
-    On a CPU it is a batch of products of some rows, which takes half as long as one of all.
+    It is a batch of products of some rows, which takes half as long on a CPU as one of all. A GPU
+    divides a single one among its multiprocessors where the columns are few.
     """
     whole = len(left) // ROWS * ROWS
-    if not left.is_cpu or whole <= ROWS:
+    if whole <= ROWS or (not left.is_cpu and left.shape[1] <= FEW_COLUMNS):
         return left.T @ right
     parts = [x[:whole].reshape(-1, ROWS, x.shape[1]) for x in (left, right)]
-    return (parts[0].mT @ parts[1]).sum(0) + left[whole:].T @ right[whole:]
+    found = (parts[0].mT @ parts[1]).sum(0)
+    return found if whole == len(left) else found.addmm(left[whole:].T, right[whole:])
 
 
-def k_means(points: Tensor, centers: int, runs: int, random: Any, steps: int = 25) -> Tensor:
-    """Return the centers `[C, D]` of the best of some runs of k-means on points `[M, D]`.
+def k_means(
+    points: Tensor, centers: int, restarts: int, runs: int, random: Any, steps: int = 25
+) -> Tensor:
+    """Return the centers `[R, C, D]` of k-means on points `[M, D]`, each the best of some runs.
 
     All runs are one batch. Each starts at points that are drawn far from each other.
 
     Source: Arthur and Vassilvitskii, k-means++: the advantages of careful seeding, 2007.
     """
-    drawn = torch.from_numpy(random.random_sample((centers, runs))).to(points)
+    number = restarts * runs
+    drawn = torch.from_numpy(random.random_sample((centers, number))).to(points)
     first = (drawn[0] * len(points)).long().clamp(max=len(points) - 1)
     found = points[first][:, None]  # [runs, 1, D]
-    nearest = torch.full((runs, len(points)), torch.inf).to(points)
-    for number in drawn[1:]:
+    nearest = points.new_full((number, len(points)), torch.inf)
+    for uniform in drawn[1:]:
         nearest = torch.minimum(nearest, _squares(points, found[:, -1:])[..., 0])
         total = nearest.cumsum(1)
-        at = torch.searchsorted(total, (number * total[:, -1])[:, None], right=True)
+        at = torch.searchsorted(total, (uniform * total[:, -1])[:, None], right=True)
         found = torch.cat([found, points[at.clamp(max=len(points) - 1)]], 1)
     for _ in range(steps):
         distance = _squares(points, found)
         members = torch.nn.functional.one_hot(distance.argmin(-1), centers).to(points)
         size = members.sum(1)[..., None]
         found = torch.where(size > 0, members.mT @ points / size.clamp(min=1), found)
-    inertia = _squares(points, found).amin(-1).sum(1)
+    inertia = _squares(points, found).amin(-1).sum(1).view(restarts, runs)
     # Runs find the same centers in other orders, and rounding must not choose among these.
-    is_best = inertia <= inertia.min() * (1 + 1e-4)
-    return found[is_best.to(torch.uint8).argmax()]
+    is_best = inertia <= inertia.amin(1, keepdim=True) * (1 + 1e-4)
+    best = torch.arange(0, number, runs).to(points.device) + is_best.to(torch.uint8).argmax(1)
+    return found[best]
 
 
 def _squares(points: Tensor, centers: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class CategoricalHMM(BaseHMM):
     """
 
     emission_parameters: ClassVar[dict[str, str]] = {"e": "emissionprob"}
+    _has_separate_states = True
 
     def __init__(
         self,
@@ -93,8 +94,9 @@ class CategoricalHMM(BaseHMM):
 
     def _check_parameters(self, parameters: Parameters) -> None:
         super()._check_parameters(parameters)
-        shape = (self.n_components, self.n_features or 0)
-        self._check_distributions("emissionprob_", parameters["emissionprob"], shape)
+        if "emissionprob" in parameters:
+            shape = (self.n_components, self.n_features or 0)
+            self._check_distributions("emissionprob_", parameters["emissionprob"], shape)
 
     def _free_scalars(self) -> dict[str, int]:
         C, K = self.n_components, self.n_features or 1
@@ -149,7 +151,7 @@ class CategoricalHMM(BaseHMM):
 
     def update(self, statistics: Parameters, emissionprob: Tensor) -> Parameters:  # type: ignore[override]
         counts = statistics["counts"]
-        found = at_least_zero(prior(self.emissionprob_prior, counts) - 1 + counts)
+        found = at_least_zero(prior(self.emissionprob_prior, counts, 2) - 1 + counts)
         return {"emissionprob": normalized(found, emissionprob)}
 
     def means_of(self, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
@@ -211,6 +213,7 @@ class PoissonHMM(BaseHMM):
     """
 
     emission_parameters: ClassVar[dict[str, str]] = {"l": "lambdas"}
+    _has_separate_states = True
     has_missing_entries = True
 
     def __init__(
@@ -246,7 +249,8 @@ class PoissonHMM(BaseHMM):
 
     def _check_parameters(self, parameters: Parameters) -> None:
         super()._check_parameters(parameters)
-        rates = parameters["lambdas"]
+        if (rates := parameters.get("lambdas")) is None:
+            return
         shape = (self.n_components, self.n_features or rates.shape[-1])
         if rates.shape != shape or not (rates >= 0).all():
             raise ValueError(
@@ -288,8 +292,8 @@ class PoissonHMM(BaseHMM):
 
     def update(self, statistics: Parameters, lambdas: Tensor) -> Parameters:  # type: ignore[override]
         n, x = statistics["n"], statistics["x"]
-        shape = at_least_zero(prior(self.lambdas_prior, x) - 1)
-        rate = prior(self.lambdas_weight, x) + n
+        shape = at_least_zero(prior(self.lambdas_prior, x, 2) - 1)
+        rate = prior(self.lambdas_weight, x, 2) + n
         return {"lambdas": torch.where(rate > 0, (shape + x) / rate, lambdas)}
 
     def means_of(self, lambdas: Tensor) -> Tensor:  # type: ignore[override]

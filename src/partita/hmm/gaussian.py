@@ -146,19 +146,25 @@ class GaussianHMM(BaseHMM):
         return self.covariance_type in ("spherical", "diag")
 
     @property
+    def _has_separate_states(self) -> bool:  # type: ignore[override]
+        return self.covariance_type != "tied"
+
+    @property
+    def _width(self) -> int:  # type: ignore[override]
+        return 1 if self._is_diagonal else self.n_features or 1
+
+    @property
     def has_missing_entries(self) -> bool:  # type: ignore[override]
         return self._is_diagonal
 
     def _check_parameters(self, parameters: Parameters) -> None:
         super()._check_parameters(parameters)
-        C, means, covars = self.n_components, parameters["means"], parameters["covars"]
-        F = self.n_features or means.shape[-1]
-        for name, value, shape in (
-            ("means_", means, (C, F)),
-            ("covars_", covars, self._shape_of_covars(F)),
-        ):
-            if value.shape != shape:
-                raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
+        F = self.n_features or parameters["means"].shape[-1]
+        shapes = {"means": (self.n_components, F), "covars": self._shape_of_covars(F)}
+        for name, shape in shapes.items():
+            value = parameters.get(name)
+            if value is not None and value.shape != shape:
+                raise ValueError(f"{name}_: expected shape {list(shape)}, got {list(value.shape)}")
 
     def _shape_of_covars(self, F: int) -> tuple[int, ...]:
         C = self.n_components
@@ -173,6 +179,13 @@ class GaussianHMM(BaseHMM):
         return {"s": C - 1, "t": C * (C - 1), "m": C * F, "c": covars[self.covariance_type]}
 
     def initialize(self, X: Tensor, random: Any) -> Parameters:
+        return {name: x[0] for name, x in self._initial_values(X, random, 1).items()}
+
+    def _initial_values(self, X: Tensor, random: Any, restarts: int | None = None) -> Parameters:
+        if restarts is None:
+            if type(self).initialize is not GaussianHMM.initialize:
+                return super()._initial_values(X, random)  # the starting values of a subclass
+            restarts = self.n_init
         C, F = self.n_components, X.shape[1]
         means = X.nanmean(0)
         centered = (X - means).nan_to_num()
@@ -180,7 +193,7 @@ class GaussianHMM(BaseHMM):
         if len(points) > max(MOST_POINTS, 64 * C):
             drawn = random.permutation(len(points))[: max(MOST_POINTS, 64 * C)]
             points = points[torch.from_numpy(drawn).to(points.device)]
-        centers = k_means(points, C, 10 if self.n_init == 1 else 1, random) + means
+        centers = k_means(points, C, restarts, 10 if self.n_init == 1 else 1, random) + means
         count = (~X.isnan()).sum(0).sub(1).clamp(min=1)
         covars = centered.T @ centered / count.sqrt() / count.sqrt()[:, None]
         covars = covars + self.min_covar * torch.eye(F).to(X)
@@ -190,14 +203,20 @@ class GaussianHMM(BaseHMM):
             "full": lambda: covars.expand(C, F, F),
             "tied": lambda: covars,
         }
-        return {"means": centers, "covars": kinds[self.covariance_type]()}
+        covars = kinds[self.covariance_type]()
+        return {"means": centers, "covars": covars.expand(restarts, *covars.shape)}
 
     def _prepare(self, batch: Batch) -> GaussianData:
         X, observed = batch.values, batch.observed
-        is_there = X.new_ones(len(X), 1) if observed is None else observed.to(X.dtype)
-        counted = is_there if batch.rows is None else is_there[batch.rows]  # without padding
-        shift = X.sum(0) / counted.sum(0).clamp(min=1)
-        values = X - shift if observed is None else (X - shift) * is_there
+        if observed is None:
+            is_there = X.new_ones(len(X), 1)
+            shift = X.sum(0) / (len(X) if batch.rows is None else len(batch.rows))
+            values = X - shift
+        else:
+            is_there = observed.to(X.dtype)
+            counted = is_there if batch.rows is None else is_there[batch.rows]  # without padding
+            shift = X.sum(0) / counted.sum(0).clamp(min=1)
+            values = (X - shift) * is_there
         if self._is_diagonal:
             return GaussianData(values, torch.cat([values.square(), values, is_there], 1), shift)
         return GaussianData(values, torch.cat([values, X.new_ones(len(X), 1)], 1), shift)
@@ -206,12 +225,14 @@ class GaussianHMM(BaseHMM):
         m = means - X.shift
         C, F = m.shape
         if self._is_diagonal:
-            v = covars.clamp(min=TINY)
-            v = v[:, None].expand(C, F) if v.ndim == 1 else v
-            constant = -0.5 * (m * m / v + v.log() + LOG_2PI)
+            inverse = covars.clamp(min=TINY).reciprocal()
+            inverse = inverse[:, None].expand(C, F) if inverse.ndim == 1 else inverse
+            linear = m * inverse
+            constant = torch.addcmul((inverse * (0.5 / math.pi)).log(), m, linear, value=-1)
             if X.features.shape[1] == 2 * F + 1:
                 constant = constant.sum(1, keepdim=True)
-            return products(X.features, torch.cat([-0.5 / v, m / v, constant], 1).T)
+            factors = torch.cat([-0.5 * inverse, linear, 0.5 * constant], 1)
+            return products(X.features, factors.T)
         identity = torch.eye(F).to(m)
         lower, failed = torch.linalg.cholesky_ex(covars)
         repaired = torch.linalg.cholesky_ex(covars + REPAIR * identity)[0]
@@ -230,29 +251,35 @@ class GaussianHMM(BaseHMM):
         sums = sums_of_products(posteriors, X.features)
         if self._is_diagonal:
             xx, x, n = sums.split([F, F, sums.shape[1] - 2 * F], 1)
-            return {"n": n.expand_as(x), "x": x, "xx": xx, "shift": X.shift}
+            return {"n": n.expand_as(x), "x": x, "xx": xx, "shift": X.shift.expand_as(x)}
         x, n = sums.split([F, 1], 1)
         weighted = posteriors[:, :, None] * X.values[:, None]
         xx = sums_of_products(weighted.flatten(1), X.values).view(-1, F, F)
-        return {"n": n.expand_as(x), "x": x, "xx": xx, "shift": X.shift}
+        return {"n": n.expand_as(x), "x": x, "xx": xx, "shift": X.shift.expand_as(x)}
 
     def update(self, statistics: Parameters, means: Tensor, covars: Tensor) -> Parameters:  # type: ignore[override]
         n, x, xx, shift = (statistics[name] for name in ("n", "x", "xx", "shift"))
-        weight = prior(self.means_weight, x)
-        of_prior = prior(self.means_prior, x) - shift
+        weight, of_prior = prior(self.means_weight, x, 2), prior(self.means_prior, x, 2)
+        has_prior = not isinstance(weight, int | float) or weight != 0
+        of_prior = of_prior - shift if has_prior else 0.0
         m = means - shift
         if "m" in self.params:
             # A state without rows and without a prior keeps its values.
-            total = weight + n
-            m = torch.where(total > 0, (weight * of_prior + x) / total, m)
+            total, weighted = (weight + n, weight * of_prior + x) if has_prior else (n, x)
+            m = torch.where(total > 0, weighted / total, m)
         new = {"means": m + shift}
         if "c" not in self.params:
             return new
-        covars_prior, covars_weight = (prior(p, x) for p in (self.covars_prior, self.covars_weight))
-        difference = m - of_prior
+        covars_prior, covars_weight = (
+            prior(p, x, 2 if self._is_diagonal else 3)
+            for p in (self.covars_prior, self.covars_weight)
+        )
+        difference = m - of_prior if has_prior else m
         if self._is_diagonal:
             freedom = at_least_zero(covars_weight - 1)
-            spread = weight * difference**2 + (xx - 2 * m * x + m * m * n).clamp(min=0)
+            spread = torch.addcmul(xx, m, torch.sub(m * n, x, alpha=2)).clamp(min=0)
+            if has_prior:
+                spread = spread + weight * difference**2
             scale, count = covars_prior + spread, freedom + n
             if self.covariance_type == "spherical":
                 scale, count = scale.mean(1), count.mean(1)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.rows import INTERPRETING, kernel_devices
+from helpers.rows import INTERPRETING, KERNEL_DEVICES, kernel_devices
 from helpers.token_chains import KINDS, random_linear_chain
 
 import partita
@@ -262,3 +262,59 @@ def test_posteriors_of_long_chains_of_many_states(kind: str) -> None:
     with partita.backend("triton"):
         found = LinearChain(emissions, transitions).state_marginals()
     assert (found.double() - expected.softmax(-1)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("reference", "cpu"),
+        ("numba", "cpu"),
+        *(pytest.param("triton", *each.values, marks=each.marks) for each in KERNEL_DEVICES),
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("shape", [(3, 3, 2), (40, 3, 5), (40, 2, 8), (9, 3, 12), (300, 3, 16)])
+def test_transitions_of_each_sequence(
+    shape: tuple[int, int, int],
+    ragged: bool,
+    backend: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sequence gets what it gets alone, in the arithmetic that its own transitions need."""
+    T, N, C = shape
+    if T > 100 and INTERPRETING:
+        pytest.skip("too long for the interpreter")
+    monkeypatch.setattr(plan, "MIN_PARALLEL_TOKENS", 20)
+    clear_caches()
+    emissions, _, start, end = random_linear_chain(
+        *shape, ragged=False, device=device
+    )._potentials.variables
+    moves = torch.randn(N, C, C, dtype=torch.float64, device=device)
+    moves[1] *= 200
+    moves[0, 0, 1] -= 100  # which linear arithmetic holds
+    lengths = torch.arange(T, T - N, -1, device=device) if ragged else None
+
+    def found(*args: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        with poisoned_memory():
+            logz, _, saved = autograd.logz(*args, True, backend)
+            without = autograd.logz(*args, False, backend)[0]
+            grad = torch.ones_like(logz)
+            options = (True, False, backend)
+            return logz, without, *autograd.logz_gradient(grad, *args, logz, saved, *options)
+
+    together = found(emissions, moves[None], start, end, lengths)
+    assert together[3].shape == (1, N, C, C)
+    dims = (0, 0, 1, 1, 0, 0)
+    for n in range(N):
+        alone = found(
+            emissions[:, n : n + 1],
+            moves[n],
+            start[n : n + 1],
+            end[n : n + 1],
+            None if lengths is None else lengths[n : n + 1],
+        )
+        for i, (a, b) in enumerate(zip(together, alone, strict=True)):
+            own = a.narrow(dims[i], n, 1)
+            torch.testing.assert_close(own, b.view_as(own), rtol=1e-9, atol=1e-12)
+    clear_caches()

@@ -241,7 +241,9 @@ def test_best_paths_and_samples(shape: tuple[int, int, int, int], device: str) -
 
 
 @kernel_devices
-@pytest.mark.parametrize(("C", "D", "k"), [(3, 4, 5), (1, 3, 3), (2, 1, 4), (5, 2, 1), (8, 9, 6)])
+@pytest.mark.parametrize(
+    ("C", "D", "k"), [(3, 4, 5), (1, 3, 3), (2, 1, 4), (5, 2, 1), (8, 9, 6), (3, 3, 12)]
+)
 def test_the_k_best_paths(C: int, D: int, k: int, device: str) -> None:
     """The kernel has the paths of the reference, equal ones in the same order, to the last bit."""
     assert plan.nbest_options(C, D, k)
@@ -259,7 +261,7 @@ def test_the_k_best_paths(C: int, D: int, k: int, device: str) -> None:
 
 
 def test_which_k_best_paths_have_a_kernel() -> None:
-    assert plan.nbest_options(8, 32, 5) == {"BLOCK_C": 8, "SLOTS": 32, "RANKS": 8, "num_warps": 4}
+    assert plan.nbest_options(8, 32, 5) == {"BLOCK_C": 8, "SLOTS": 32, "K": 5, "num_warps": 1}
     assert plan.nbest_options(24, 50, 2) and not plan.nbest_options(24, 50, 3)
     assert not plan.nbest_options(33, 2, 1) and not plan.nbest_options(2, 2, 10_000)
 

@@ -26,6 +26,7 @@ class LinearChainPotentials(NamedTuple):
     Fields:
         emissions: `[T, N, C]` floating, any strides, T at least 1.
         transitions: `[C, C]`, `[T - 1, C, C]` or `[T - 1, N, C, C]`, from and to, any strides.
+            Log Z and its gradient also take `[1, N, C, C]`: those of a sequence at all its steps.
         start, end: the scores of the first and of the last state, `[N, C]`; None for zeros.
         lengths: the number of tokens of each sequence, `[N]` integers; None for T.
     """
@@ -85,6 +86,11 @@ class LinearChainValues(NamedTuple):
     end_values: Tensor | None
 
 
+def is_constant(transitions: Tensor, T: int) -> bool:
+    """Return whether the steps of a sequence share their transitions."""
+    return transitions.ndim == 2 or (transitions.ndim == 4 and len(transitions) < T - 1)
+
+
 def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool) -> Tensor:
     """Return the emissions as `[T, N, C]`, or raise for a wrong dtype, shape or device."""
     emissions = steps_first(emissions, batch_first)
@@ -102,7 +108,7 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool
 
 def saved_sizes(T: int, N: int, C: int, save: bool) -> list[int]:
     """Return the sizes of the parts of `gpu.arguments.Saved`; without `save`, of its work."""
-    return [2 * T * N * C if save else 0, T * N, T * N, 2 * -(-C // RANGE_ROWS)]
+    return [2 * T * N * C if save else 0, T * N, T * N, 2 * N * -(-C // RANGE_ROWS)]
 
 
 def _fp64(tensor: Tensor, *shape: int) -> Tensor:

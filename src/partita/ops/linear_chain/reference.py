@@ -27,7 +27,7 @@ from ...paths.inputs import full_lengths
 from ...primitives.semiring import Log, Max, Semiring
 from ...runtime.dtypes import acc_dtype
 from ..chain import reference as sparse
-from .common import LinearChainPotentials, LinearChainValues
+from .common import LinearChainPotentials, LinearChainValues, is_constant
 
 
 def _edges(
@@ -54,7 +54,9 @@ def linear_chain_inputs(chain: LinearChainPotentials, semiring: Semiring) -> spa
     lengths = full_lengths(emissions, lengths)
     invalid = (lengths < 1) | (lengths > T)
     active = torch.arange(1, T, device=emissions.device)[:, None] < lengths
-    edges = _edges(emissions, transitions, transitions.ndim > 2, semiring)
+    constant = is_constant(transitions, T)
+    steps = transitions[0] if constant and transitions.ndim == 4 else transitions  # [N, C, C]
+    edges = _edges(emissions, steps, not constant, semiring)
     initial = emissions[0].double()
     if start is not None:
         initial = semiring.mul(start.double(), initial)
@@ -81,7 +83,7 @@ def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor,
 def _sum_edges(gradients: Iterator[Tensor], T: int, transitions: Tensor) -> list[Tensor]:
     """Return the gradients in emissions, transitions, start and end in fp64.
 
-    Those in constant transitions are `[N, C, C]`.
+    Those in transitions `[C, C]` are `[N, C, C]`.
 
     Args:
         gradients: those in the last states, in the edges `[N, to, from]` from the last step to the
@@ -96,11 +98,13 @@ def _sum_edges(gradients: Iterator[Tensor], T: int, transitions: Tensor) -> list
     steps: list[Tensor] = []
     for edge in itertools.islice(gradients, T - 1):
         tokens.insert(0, edge.sum(2))
-        if transitions.ndim == 2:
+        if is_constant(transitions, T):
             total = total + edge.mT
         else:
             steps.insert(0, edge.mT.sum(0) if transitions.ndim == 3 else edge.mT)
-    if transitions.ndim > 2:
+    if is_constant(transitions, T):
+        total = total[None] if transitions.ndim == 4 else total
+    else:
         total = torch.stack(steps) if steps else torch.zeros_like(transitions).double()
     first = next(gradients)
     return [torch.stack([first, *tokens]), total, first, last]

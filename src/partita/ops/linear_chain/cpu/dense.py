@@ -36,7 +36,7 @@ from ...chain.cpu.steps import (
     no_emissions,
     run,
 )
-from ..common import LinearChainPotentials, LinearChainValues
+from ..common import LinearChainPotentials, LinearChainValues, is_constant
 from .scans import dense_arrays, forward_kernel, gradient_kernel, join_kernel
 
 MAX_SPAN = 300.0  # nats; a state that underflows is then improbable by e**-100
@@ -137,7 +137,7 @@ def _empty_counts(transitions: Tensor, T: int, N: int, C: int, per_sequence: boo
     S is the number of steps in which transitions differ, and G that of sums over sequences. Partial
     sums take no more memory than the emissions.
     """
-    if transitions.ndim > 2:
+    if not is_constant(transitions, T):
         return torch.zeros((T - 1, N if transitions.ndim == 4 else 1, C, C), **FP64)
     groups = N if per_sequence else min(N, MAX_GROUPS, T * N // max(C, 1))
     return torch.zeros((1, max(groups, 1), C, C), **FP64)
@@ -147,11 +147,12 @@ def _sum_of_counts(
     counts: Tensor, transitions: Tensor, failed: Tensor, steps: Tensor, per_sequence: bool
 ) -> Tensor:
     """Return the gradient in the transitions in fp64; NaN where a sequence failed."""
+    if per_sequence:
+        counts = counts.masked_fill(failed[:, None, None], torch.nan)
+        return counts[0] if transitions.ndim == 2 else counts
     if transitions.ndim > 2:
         fill_nan(counts.expand(-1, len(failed), -1, -1), failed, steps - 1)
         return counts.reshape(transitions.shape)
-    if per_sequence:
-        return counts[0].masked_fill(failed[:, None, None], torch.nan)
     return counts[0].sum(0).masked_fill(failed.any(), torch.nan)
 
 
@@ -170,7 +171,8 @@ def linear_chain_gradient(
     failed, linear = logz.isnan(), is_linear(transitions)
     upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
     upstream = upstream.masked_fill(logz == -torch.inf, 0.0).contiguous()
-    per_sequence = per_sequence and transitions.ndim == 2
+    constant = is_constant(transitions, T)
+    per_sequence = constant and (per_sequence or transitions.ndim == 4)
     counts = _empty_counts(transitions, T, N, C, per_sequence)
     groups = counts.shape[1]
     # The reference, which serves empty batches, saves nothing.
@@ -202,7 +204,8 @@ def linear_chain_gradient(
     d_transitions = transitions.new_empty(0)
     if need_transitions:
         d_transitions = _sum_of_counts(counts, transitions, failed, steps, per_sequence)
-        dtype = acc_dtype(transitions.dtype) if per_sequence else transitions.dtype
+        is_kept = transitions.ndim > 2 or not per_sequence
+        dtype = transitions.dtype if is_kept else acc_dtype(transitions.dtype)
         d_transitions = d_transitions.to(dtype)
     # An op may not return one tensor as two results.
     d_start = emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)

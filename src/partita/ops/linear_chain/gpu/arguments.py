@@ -32,8 +32,7 @@ class StridedStates(NamedTuple):
 class StridedSteps(NamedTuple):
     """A number for each pair of states at each step, with the strides `t, n, k, c`.
 
-    It is `[T - 1, N, C, C]`. Strides over steps and sequences are 0 where these share numbers, and
-    kernels for constant transitions do not read them.
+    It is `[T - 1, N, C, C]`. Strides over steps and sequences are 0 where these share numbers.
     """
 
     ptr: tl.tensor
@@ -81,15 +80,17 @@ class Batch(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The range of constant transitions, in parts.
+    """The ranges of constant transitions, in parts.
 
     Fields:
-        ptr: `[parts, 2]` fp64, the greatest and the least transition of each part.
+        ptr: `[sets, parts, 2]` fp64, the greatest and the least transition of each part.
         parts: their number; 0 for chains that are scanned in the log domain in any case.
+        sets: N if each sequence has transitions of its own, 1 if all share theirs.
     """
 
     ptr: tl.tensor
     parts: tl.tensor
+    sets: tl.tensor
 
 
 class Saved(NamedTuple):
@@ -143,9 +144,9 @@ def strided_states(states: Tensor | None) -> StridedStates:
 
 
 def strided_steps(transitions: Tensor) -> StridedSteps:
-    """Return transitions `[C, C]`, `[T - 1, C, C]` or `[T - 1, N, C, C]` with their strides."""
+    """Return transitions in any of their shapes with their strides."""
     strides = transitions.stride()
-    step = strides[0] if transitions.ndim > 2 else 0
+    step = strides[0] if transitions.ndim > 2 and len(transitions) > 1 else 0
     sequence = strides[1] if transitions.ndim == 4 else 0
     return StridedSteps(transitions, step, sequence, *strides[-2:])
 
@@ -167,4 +168,5 @@ def split_saved(saved: Tensor, chain: LinearChainPotentials, save: bool = True) 
     T, N, C = chain.emissions.shape
     states, scales, maxima, span = saved.split(saved_sizes(T, N, C, save))
     parts = plan.range_parts(chain.transitions, T, N, save, target_of(saved.device))
-    return Saved(states, scales, maxima, Span(span, parts))
+    sets = N if parts and chain.transitions.ndim == 4 else 1
+    return Saved(states, scales, maxima, Span(span, parts, sets))

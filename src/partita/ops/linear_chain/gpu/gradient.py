@@ -60,8 +60,10 @@ def linear_chain_marginals_kernel(
 
     Those of a sequence whose length is invalid are NaN.
     """
-    is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # A program has tokens of sequences with the same transitions.
+    sets, program = saved.span.sets, tl.program_id(0).to(tl.int64)
+    is_linear, _ = transition_range(saved.span, program, BLOCK_PARTS)
+    row = (program // sets * ROWS + tl.arange(0, ROWS)) * sets + program % sets
     rows = tl.full([], T, tl.int64) * N
     t, n, tokens, inside = token_of_rows(lengths_ptr, row, row < rows, T, N)
     is_valid = (tokens >= 1) & (tokens <= T)
@@ -144,7 +146,8 @@ def linear_chain_counts_kernel(
     """Sum the products, or in the log domain the posteriors, of a split of tokens for one tile."""
     batch = Batch(*batch)
     T, N, C = batch.T, batch.N, batch.C
-    is_linear, _ = transition_range(saved.span, BLOCK_PARTS)
+    part = tl.program_id(0).to(tl.int64) // (tl.cdiv(C, BLOCK) * tl.cdiv(C, BLOCK))
+    is_linear, _ = transition_range(saved.span, part // groups.splits, BLOCK_PARTS)
     beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
     # Each branch computes what both of them need, so that they share no registers.
     if not is_linear:
@@ -205,9 +208,9 @@ def linear_chain_lane_counts_kernel(
     """Sum the products of a split of tokens for all pairs of states."""
     batch = Batch(*batch)
     T, N, emissions = batch.T, batch.N, batch.emissions
-    if transition_range(saved.span, BLOCK_PARTS)[0]:
-        split = tl.program_id(0) % groups.splits
-        group = tl.program_id(0).to(tl.int64) // groups.splits
+    split = tl.program_id(0) % groups.splits
+    group = tl.program_id(0).to(tl.int64) // groups.splits
+    if transition_range(saved.span, group, BLOCK_PARTS)[0]:
         base, num_tokens = split_tokens(group, split, groups, N)
         beta_ptr = saved.states + tl.full([], T, tl.int64) * N * C
         counts = ()
@@ -250,10 +253,10 @@ def linear_chain_sum_counts_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Add the parts of the counts in the order of the splits, and multiply by exp(transitions)."""
-    is_linear, shift = transition_range(span, BLOCK_PARTS)
     pairs = tl.full([], C, tl.int64) * C
     blocks = tl.cdiv(pairs, BLOCK)
     group = tl.program_id(0) // blocks
+    is_linear, shift = transition_range(span, group, BLOCK_PARTS)
     pair = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.float64)
     for first in range(0, splits, BLOCK_S):
@@ -261,7 +264,7 @@ def linear_chain_sum_counts_kernel(
         mask = (split < splits) & (pair < pairs)[None, :]
         at = (group * splits + split) * pairs + pair[None, :]
         counts += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
-    at = pair // C * transitions.k + pair % C * transitions.c
+    at = group * transitions.n + pair // C * transitions.k + pair % C * transitions.c
     scores = tl.load(transitions.ptr + at, mask=pair < pairs, other=0.0).to(tl.float64)
     counts = tl.where(is_linear, counts * tl.exp(scores - shift), counts)
     tl.store(

@@ -152,9 +152,20 @@ def lane_index(program, number, LANES: tl.constexpr):
 
 
 @triton.jit
+def lanes_of_set(program, sets, number, LANES: tl.constexpr):
+    """Return the set of transitions of a program, and its lanes.
+
+    Each set has programs of its own for so many lanes.
+    """
+    blocks = tl.cdiv(number, LANES)
+    which = program // blocks % sets
+    return which, lane_index(program - which * blocks, number, LANES)
+
+
+@triton.jit
 def linear_chain_lane_operators_kernel(
     batch,  # Batch, without start
-    table_ptr,  # [C, C] fp64
+    table_ptr,  # [C, C] fp64, or [sets, 2, C, C] fp64, whose first of two is read
     span,  # Span, which counts without MAX_PLUS
     operators,  # Operators, written
     segments,
@@ -170,10 +181,13 @@ def linear_chain_lane_operators_kernel(
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     # The steps of a segment are a multiple of the tokens that are loaded at once.
     AHEAD: tl.constexpr = 4 if MAX_PLUS and C <= MAX_STATES_OF_TABLE else 1
-    serves, shift = transition_range(span, BLOCK_PARTS, MAX_PLUS)
+    sequences = tl.full([], batch.N, tl.int64) // span.sets
+    which, lane = lanes_of_set(tl.program_id(0), span.sets, sequences * segments * C, LANES)
+    serves, shift = transition_range(span, which, BLOCK_PARTS, MAX_PLUS)
     if serves:
-        lane = lane_index(tl.program_id(0), tl.full([], batch.N, tl.int64) * segments * C, LANES)
-        row, n, segment = lane % C, lane // C // segments, lane // C % segments
+        table_ptr += which * 2 * C * C
+        row, segment = lane % C, lane // C % segments
+        n = which * sequences + lane // C // segments
         tokens, _ = load_length(batch.lengths, n, batch.T, 1, 1)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
@@ -227,9 +241,11 @@ def linear_chain_lane_groups_kernel(
 ):
     """Form one row of the product of the operators of a group in each lane."""
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    if transition_range(span, BLOCK_PARTS, MAX_PLUS)[0]:
-        lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * groups * C, LANES)
-        row, n, group = lane % C, lane // C // groups, lane // C % groups
+    sequences = tl.full([], N, tl.int64) // span.sets
+    which, lane = lanes_of_set(tl.program_id(0), span.sets, sequences * groups * C, LANES)
+    if transition_range(span, which, BLOCK_PARTS, MAX_PLUS)[0]:
+        row, group = lane % C, lane // C % groups
+        n = which * sequences + lane // C // groups
         x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)
         offset = tl.zeros([LANES], tl.float64)
         at, last = n * segments + group * SIZE, n * segments + segments - 1
@@ -280,7 +296,7 @@ def store_lane(ptr, x, mask, C: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def linear_chain_lane_states_kernel(
     batch,  # Batch, without start
-    table_ptr,  # [2, C, C] fp64, exp of the transitions, and the same transposed
+    table_ptr,  # [sets, 2, C, C] fp64, exp of the transitions, and the same transposed
     boundaries_ptr,  # [2, N, segments + 1, C] fp64
     saved,  # Saved, without maxima: states and scales are written
     segments,
@@ -298,17 +314,19 @@ def linear_chain_lane_states_kernel(
     batch = Batch(*batch)
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     T, N, end = batch.T, batch.N, batch.end
-    if transition_range(saved.span, BLOCK_PARTS)[0]:
-        half, lanes = tl.num_programs(0) // 2, tl.full([], N, tl.int64) * segments
-        lane, is_alpha = lane_index(tl.program_id(0) % half, lanes, LANES), tl.program_id(0) < half
-        n, segment = lane // segments, lane % segments
+    half, sets, sequences = tl.num_programs(0) // 2, saved.span.sets, tl.full([], N, tl.int64)
+    lanes = sequences * segments
+    which, lane = lanes_of_set(tl.program_id(0) % half, sets, lanes // sets, LANES)
+    if transition_range(saved.span, which, BLOCK_PARTS)[0]:
+        is_alpha = tl.program_id(0) < half
+        n, segment = which * (sequences // sets) + lane // segments, lane % segments
         tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         t, dt = tl.where(is_alpha, low, low + num_steps), tl.where(is_alpha, 1, -1).to(tl.int64)
         inputs = (batch.emissions.ptr + n * batch.emissions.n, batch.emissions)
         end_at = n * end.n
-        matrix_ptr = table_ptr + tl.where(is_alpha, 0, C * C)
+        matrix_ptr = table_ptr + which * 2 * C * C + tl.where(is_alpha, 0, C * C)
         table = load_lane(matrix_ptr, TABLE)
         # Beta follows alpha in the states, and so it does in the boundaries.
         known_ptr = boundaries_ptr + (n * (segments + 1) + segment) * C

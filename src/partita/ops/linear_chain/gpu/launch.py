@@ -20,6 +20,7 @@ from ..common import (
     LinearChainValues,
     fake_gradient,
     fake_tangent,
+    is_constant,
     saved_sizes,
 )
 from . import plan
@@ -62,14 +63,15 @@ def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor,
     size = sum(saved_sizes(T, N, C, save))
     saved = torch.empty(size, dtype=torch.float64, device=emissions.device)
     parts = split_saved(saved, chain, save)
-    prepare_options = plan.prepare_options(C)
+    prepare_options, ranges = plan.prepare_options(C), parts.span.parts * parts.span.sets
     launch(
         linear_chain_prepare_kernel,
-        parts.span.parts + cdiv(T * N, prepare_options["TOKENS"]),
+        ranges + cdiv(T * N, prepare_options["TOKENS"]),
         batch=batch,
         transitions=strided_steps(transitions),
         span=parts.span,
         maxima_ptr=parts.maxima,
+        ranges=ranges,
         **prepare_options,
     )
     if not save:
@@ -102,7 +104,7 @@ def linear_chain_logz(chain: LinearChainPotentials, save: bool) -> tuple[Tensor,
         launch(
             linear_chain_scan_kernel,
             2 * N,
-            CONSTANT=transitions.ndim == 2,
+            CONSTANT=is_constant(transitions, T),
             **arguments,
             AHEAD=2,
             BLOCK_C=states,
@@ -189,11 +191,11 @@ def state_gradients(
     grad: dict[str, Any], batch: Batch, saved: Saved, gradients: Gradients
 ) -> Tensor:
     """Compute the gradients in the scores of states, and return factors of transitions `[T, N]`."""
-    factors = saved.states.new_empty((batch.T, batch.N))
+    factors, sets = saved.states.new_empty((batch.T, batch.N)), saved.span.sets
     options = plan.row_options(batch.C)
     launch(
         linear_chain_marginals_kernel,
-        cdiv(batch.T * batch.N, options["ROWS"]),
+        sets * cdiv(batch.T * batch.N // sets, options["ROWS"]),
         lengths_ptr=batch.lengths,
         saved=saved._replace(maxima=None),
         factors_ptr=factors,
@@ -216,7 +218,7 @@ def count_transitions(
     result: Tensor,
 ) -> None:
     """Compute the gradient in the transitions."""
-    T, N, C, constant = batch.T, batch.N, batch.C, transitions.ndim == 2
+    T, N, C, constant = batch.T, batch.N, batch.C, is_constant(transitions, batch.T)
     number, groups = plan.count_groups(transitions, T, N, per_sequence, target_of(factors.device))
     counts = result
     if constant:
@@ -356,5 +358,5 @@ def linear_chain_tangent(
                 **options,
             )
             if constant:
-                sum_counts(parts, d_transitions, d_transitions, Span(parts, 0))
+                sum_counts(parts, d_transitions, d_transitions, Span(parts, 0, 1))
     return results

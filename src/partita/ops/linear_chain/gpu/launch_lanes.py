@@ -34,21 +34,22 @@ from .segments import (
 def score_table(transitions: Tensor, orders: int = 1, span: Span | None = None) -> Tensor:
     """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed.
 
-    With a span it is exp of the transitions relative to the greatest. Two orders without one keep
-    the dtype, because each element is read many times.
+    Those of each sequence are `[N, 2, C, C]`. With a span it is exp of the transitions relative to
+    the greatest. Two orders without one keep the dtype, because each element is read many times.
     """
-    C = transitions.shape[0]
-    shape = (C, C) if orders == 1 else (orders, C, C)
+    C, sets = transitions.shape[-1], 1 if span is None else span.sets
+    shape = (C, C) if orders == 1 else (sets, orders, C, C)
     dtype = transitions.dtype if orders == 2 and span is None else torch.float64
     table = torch.empty(shape, dtype=dtype, device=transitions.device)
     launch(
         linear_chain_table_kernel,
-        cdiv(table.numel(), 256),
+        sets * cdiv(orders * C * C, 256),
         transitions=strided_steps(transitions),
         span=span,
         table_ptr=table,
         C=C,
-        number=table.numel(),
+        number=orders * C * C,
+        sets=sets,
         BLOCK=256,
         BLOCK_PARTS=plan.parts_block(0 if span is None else span.parts),
         num_warps=4,
@@ -56,10 +57,13 @@ def score_table(transitions: Tensor, orders: int = 1, span: Span | None = None) 
     return table
 
 
-def launch_lanes(kernel: Any, lanes: int, halves: int = 1, **arguments: Any) -> None:
-    """Launch a kernel with a lane for each of something, or in each half of its programs."""
+def launch_lanes(kernel: Any, lanes: int, halves: int = 1, sets: int = 1, **arguments: Any) -> None:
+    """Launch a kernel with a lane for each of something, or in each half of its programs.
+
+    No program has lanes of two sets.
+    """
     options = plan.lane_options(lanes)
-    launch(kernel, halves * cdiv(lanes, options["LANES"]), **arguments, **options)
+    launch(kernel, halves * sets * cdiv(lanes // sets, options["LANES"]), **arguments, **options)
 
 
 def segment_operators(
@@ -90,9 +94,11 @@ def segment_operators(
     # The threads of a program share an operator of more states.
     by_lanes = C <= plan.MAX_LANE_STATES
     group_kernel = linear_chain_group_operators_kernel
+    sets = options["span"].sets
     if by_lanes:
         batch, kernel = batch._replace(C=None), linear_chain_lane_operators_kernel
-        launch_lanes(kernel, N * number * C, batch=batch, table_ptr=table, C=C, **steps, **options)
+        steps |= {"table_ptr": table, "C": C, "sets": sets}
+        launch_lanes(kernel, N * number * C, batch=batch, **steps, **options)
     elif max_plus:
         kernel, group_kernel = linear_chain_best_operators_kernel, linear_chain_best_groups_kernel
         shared = {"num_warps": plan.OPERATOR_WARPS}
@@ -119,7 +125,8 @@ def segment_operators(
         }
         members |= {"group_operators": levels[i + 1], "groups": groups, "C": C, **shared}
         if by_lanes:
-            launch_lanes(linear_chain_lane_groups_kernel, N * groups * C, N=N, **members)
+            kernel = linear_chain_lane_groups_kernel
+            launch_lanes(kernel, N * groups * C, sets=sets, N=N, **members)
         else:
             launch(group_kernel, N * groups, **members)
     return levels
@@ -204,6 +211,7 @@ def parallel_scan(
             linear_chain_lane_states_kernel,
             N * number,
             halves=2,
+            sets=saved.span.sets,
             batch=batch._replace(start=None, C=None),
             table_ptr=table,
             saved=saved._replace(maxima=None),
@@ -229,7 +237,7 @@ def best_path_in_segments(batch: Batch, transitions: Tensor, score: Tensor, stat
     T, N, C = batch.T, batch.N, batch.C
     sizes, table = plan.lane_sizes(T, N, C), score_table(transitions)
     last = torch.empty(N, dtype=torch.int32, device=table.device)
-    options = {"span": Span(None, 0), "EXACT": True, "MAX_PLUS": True, "BLOCK_PARTS": 1}
+    options = {"span": Span(None, 0, 1), "EXACT": True, "MAX_PLUS": True, "BLOCK_PARTS": 1}
     boundaries = scan_boundaries(
         batch,
         transitions,

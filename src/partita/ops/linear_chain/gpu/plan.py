@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....primitives.gpu.target import Target
 from ....runtime.sizes import cdiv, next_power_of_2
-from ..common import RANGE_ROWS
+from ..common import RANGE_ROWS, is_constant
 
 MAX_RESIDENT_STATES = 128  # the transitions among more do not fit into a program
 MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between them
@@ -21,7 +21,10 @@ MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # whose transitions fit into a program in the log domain
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
+# So many sequences are scanned parallel in time, or one for every TOKENS_PER_SEQUENCE tokens: other
+# scans take one step after the other, and as long for one sequence as for many.
 MAX_PARALLEL_SEQUENCES = 32
+TOKENS_PER_SEQUENCE = 64
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments, and counts whose tokens, have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
@@ -42,12 +45,14 @@ def range_parts(transitions: Tensor, T: int, N: int, save: bool, target: Target)
     """Return into how many parts the search for the range of the transitions is divided.
 
     It is 0 for chains that are scanned in the log domain whatever their range is. These are those
-    whose transitions change from step to step, and in Triton's interpreter all that are not
-    parallel in time, because the linear scans of others choose layouts.
+    whose transitions change from step to step, those of many states whose sequences have
+    transitions of their own, and in Triton's interpreter all that are not parallel in time, because
+    the linear scans of others choose layouts.
     """
     C = transitions.shape[-1]
     has_linear_scan = target.runs_ptx or is_parallel(T, N, C, save, target)
-    return cdiv(C, RANGE_ROWS) if transitions.ndim == 2 and has_linear_scan else 0
+    has_linear_scan &= transitions.ndim == 2 or C <= MAX_RESIDENT_STATES
+    return cdiv(C, RANGE_ROWS) if is_constant(transitions, T) and has_linear_scan else 0
 
 
 def parts_block(parts: int) -> int:
@@ -141,7 +146,8 @@ def is_parallel(T: int, N: int, C: int, save: bool, target: Target) -> bool:
 
 def uses_lanes(T: int, N: int, C: int, max_states: int) -> bool:
     """Return whether few sequences of few states are long enough to be scanned in segments."""
-    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and 0 < C <= max_states
+    max_sequences = max(MAX_PARALLEL_SEQUENCES, T // TOKENS_PER_SEQUENCE)
+    return T >= MIN_PARALLEL_TOKENS and 0 < N <= max_sequences and 0 < C <= max_states
 
 
 def segment_sizes(T: int) -> SegmentSizes:
@@ -191,11 +197,11 @@ def count_groups(
     transitions: Tensor, T: int, N: int, per_sequence: bool, target: Target
 ) -> tuple[int, CountGroups]:
     """Return the number of matrices of counts, and the tokens of each."""
-    if transitions.ndim == 4:
+    if transitions.ndim == 4 and not is_constant(transitions, T):
         return (T - 1) * N, CountGroups(1, 1, 1, 1, 1)
     if transitions.ndim == 3:
         return T - 1, CountGroups(1, N, 1, N, N)
-    C = transitions.shape[-1]
+    C, per_sequence = transitions.shape[-1], per_sequence or transitions.ndim == 4
     groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
     tiles = cdiv(C, tile_block(C)) ** 2
     programs, tokens = COUNT_PROGRAMS * target.multiprocessors, 32

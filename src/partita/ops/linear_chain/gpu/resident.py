@@ -23,12 +23,12 @@ from .scores import (
 
 
 @gluon.jit
-def load_range(span, BLOCK_PARTS: gl.constexpr):
-    """Load the greatest and the least transition of each part."""
+def load_range(span, n, BLOCK_PARTS: gl.constexpr):
+    """Load the greatest and the least transition of each part, for sequence n."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    part = gl.arange(0, BLOCK_PARTS, LAYOUT)
-    greatest = gl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
-    return greatest, gl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
+    part, ptr = gl.arange(0, BLOCK_PARTS, LAYOUT), span.ptr + n % span.sets * 2 * span.parts
+    greatest = gl.load(ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
+    return greatest, gl.load(ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
 
 
 @gluon.jit
@@ -93,10 +93,10 @@ def linear_chain_resident_scan_kernel(
     OUT: gl.constexpr = gl.SliceLayout(0, PAIRS)
     IN: gl.constexpr = gl.SliceLayout(1, PAIRS)
     T, N, C = batch.T, batch.N, batch.C
-    is_linear, shift = linear_range(*load_range(saved.span, BLOCK_PARTS))
+    segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
+    direction, n = rest % 2, (rest // 2).to(gl.int64)
+    is_linear, shift = linear_range(*load_range(saved.span, n, BLOCK_PARTS))
     if is_linear:
-        segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
-        direction, n = rest % 2, (rest // 2).to(gl.int64)
         is_alpha = direction == 0
         tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         low, num_steps = tokens * 0, scan_steps(tokens, is_alpha, SAVE)
@@ -114,7 +114,8 @@ def linear_chain_resident_scan_kernel(
         o = gl.expand_dims(c, 0).to(gl.int64)
         stride_k, stride_c = transitions.k, transitions.c
         at = gl.where(is_alpha, r * stride_k + o * stride_c, o * stride_k + r * stride_c)
-        matrix = gl.load(transitions.ptr + at, mask=(r < C) & (o < C), other=-float("inf"))
+        matrix_ptr = transitions.ptr + n * transitions.n
+        matrix = gl.load(matrix_ptr + at, mask=(r < C) & (o < C), other=-float("inf"))
         matrix = gl.exp(matrix.to(gl.float64) - shift)
         emissions = batch.emissions
         score_ptr = emissions.ptr + n * emissions.n + t * emissions.t

@@ -35,7 +35,7 @@ def linear_chain_sample_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Draw one path of a sequence."""
-    is_linear, shift = transition_range(span, BLOCK_PARTS)
+    is_linear, shift = transition_range(span, 0, BLOCK_PARTS)
     sample, n = (tl.program_id(0) % samples).to(tl.int64), tl.program_id(0) // samples
     n = n.to(tl.int64)
     tokens, _ = load_length(lengths_ptr, n, T, 1, 1)
@@ -115,7 +115,7 @@ def linear_chain_sample_words_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Draw the state at a token for each state at the next one, in one lane."""
-    if transition_range(span, BLOCK_PARTS)[0] != IS_LOG:
+    if transition_range(span, 0, BLOCK_PARTS)[0] != IS_LOG:
         lane = lane_index(tl.program_id(0), tl.full([], columns, tl.int64) * T, LANES)
         column, t = lane // T, lane % T
         sample, n = column // N, column % N

@@ -48,6 +48,7 @@ def linear_chain_prepare_kernel(
     transitions,  # StridedSteps, if the span has parts
     span,  # Span, written
     maxima_ptr,  # [T, N] fp64
+    ranges,  # programs that store ranges, one for each part of each set
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -60,16 +61,17 @@ def linear_chain_prepare_kernel(
     batch = Batch(*batch)
     T, N, C = batch.T, batch.N, batch.C
     program, c = tl.program_id(0), tl.arange(0, BLOCK_C)
-    if program < span.parts:
-        k = program * ROWS + tl.arange(0, ROWS)[:, None]
+    if program < ranges:
+        matrix_ptr = transitions.ptr + (program // span.parts).to(tl.int64) * transitions.n
+        k = program % span.parts * ROWS + tl.arange(0, ROWS)[:, None]
         pair = k.to(tl.int64) * transitions.k + c.to(tl.int64)[None, :] * transitions.c
         is_pair = (k < C) & (c < C)[None, :]
-        steps = tl.load(transitions.ptr + pair, mask=is_pair, other=-float("inf")).to(tl.float64)
+        steps = tl.load(matrix_ptr + pair, mask=is_pair, other=-float("inf")).to(tl.float64)
         tl.store(span.ptr + 2 * program, tl.max(tl.max(steps, axis=1), axis=0))
         steps = tl.where(is_pair, steps, float("inf"))
         tl.store(span.ptr + 2 * program + 1, tl.min(tl.min(steps, axis=1), axis=0))
     else:
-        row = (program - span.parts).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        row = (program - ranges).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
         row_inside = row < tl.full([], T, tl.int64) * N
         t, n, tokens, _ = token_of_rows(batch.lengths, row, row_inside, T, N)
         inside = (row_inside & (t < tokens))[:, None] & (c < C)[None, :]
@@ -82,9 +84,10 @@ def linear_chain_prepare_kernel(
 def linear_chain_table_kernel(
     transitions,  # StridedSteps
     span,  # Span, or None for the transitions as they are
-    table_ptr,  # [C, C], or [2, C, C] with the same transposed
+    table_ptr,  # [sets, C, C], or [sets, 2, C, C] with the same transposed
     C,
-    number,  # of elements of the table
+    number,  # of elements of the table of a set
+    sets,  # of transitions: N, or 1 if sequences share them
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
@@ -92,17 +95,20 @@ def linear_chain_table_kernel(
 
     Nothing is stored if the transitions need the log domain.
     """
-    serves, shift = transition_range(span, BLOCK_PARTS, span is None)
+    blocks = tl.cdiv(number, BLOCK)
+    n = (tl.program_id(0) // blocks % sets).to(tl.int64)
+    serves, shift = transition_range(span, n, BLOCK_PARTS, span is None)
     if serves:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        at = (tl.program_id(0) - n * blocks) * BLOCK + tl.arange(0, BLOCK)
         pairs = tl.full([], C, tl.int64) * C
         mask, pair = at < number, at % pairs
         k = tl.where(at < pairs, pair // C, pair % C)
         c = tl.where(at < pairs, pair % C, pair // C)
-        scores = tl.load(transitions.ptr + k * transitions.k + c * transitions.c, mask=mask)
+        matrix_ptr = transitions.ptr + n * transitions.n
+        scores = tl.load(matrix_ptr + k * transitions.k + c * transitions.c, mask=mask)
         if span is not None:
             scores = tl.exp(scores.to(tl.float64) - shift)
-        tl.store(table_ptr + at, scores.to(table_ptr.dtype.element_ty), mask=mask)
+        tl.store(table_ptr + n * number + at, scores.to(table_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -121,12 +127,12 @@ def linear_chain_total_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Compute log Z of a sequence from alpha and beta at a token and the scales of all tokens."""
-    is_linear, shift = transition_range(saved.span, BLOCK_PARTS)
+    n = tl.program_id(0).to(tl.int64)
+    is_linear, shift = transition_range(saved.span, n, BLOCK_PARTS)
     serves = True
     if PARALLEL:
         serves = not is_linear
     if serves:
-        n = tl.program_id(0).to(tl.int64)
         tokens, invalid = load_length(lengths_ptr, n, T, 1, 1)
         maxima, scales = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
         for first in range(0, tokens, BLOCK_T):
@@ -196,8 +202,8 @@ def linear_chain_scan_kernel(
     """Scan alpha of a sequence, or in every other program beta, if the transitions need it."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    if not transition_range(saved.span, BLOCK_PARTS)[0]:
-        direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
+    direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
+    if not transition_range(saved.span, n, BLOCK_PARTS)[0]:
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
         tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         num_steps = scan_steps(tokens, is_alpha, SAVE)
@@ -279,8 +285,8 @@ def linear_chain_log_scan_kernel(
     batch = Batch(*batch)
     T, N, C = batch.T, batch.N, batch.C
     emissions = batch.emissions
-    if not transition_range(saved.span, BLOCK_PARTS)[0]:
-        direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
+    direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
+    if not transition_range(saved.span, n, BLOCK_PARTS)[0]:
         is_alpha, row = direction == 0, tl.full([], N, tl.int64) * C
         tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         recent_ptr += direction * 2 * row + n * C

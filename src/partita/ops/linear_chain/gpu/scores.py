@@ -16,17 +16,17 @@ LOG2E_FP64 = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def transition_range(span, BLOCK_PARTS: tl.constexpr, MAX_PLUS: tl.constexpr = False):
-    """Return whether the linear scans serve these transitions, and the greatest transition.
+def transition_range(span, n, BLOCK_PARTS: tl.constexpr, MAX_PLUS: tl.constexpr = False):
+    """Return whether the linear scans serve the transitions of sequence n, and the greatest one.
 
     With MAX_PLUS they serve all transitions, and subtract 0 from them.
     """
     if MAX_PLUS:
         return True, 0.0
     else:
-        part = tl.arange(0, BLOCK_PARTS)
-        greatest = tl.load(span.ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
-        least = tl.load(span.ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
+        part, ptr = tl.arange(0, BLOCK_PARTS), span.ptr + n % span.sets * 2 * span.parts
+        greatest = tl.load(ptr + 2 * part, mask=part < span.parts, other=-float("inf"))
+        least = tl.load(ptr + 2 * part + 1, mask=part < span.parts, other=float("inf"))
         maximum, minimum = tl.max(greatest, axis=0), tl.min(least, axis=0)
         return (maximum - minimum <= MAX_SPAN) & (span.parts > 0), maximum
 

@@ -87,17 +87,16 @@ def linear_chain_operators_kernel(
     """Form the operator of a segment."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    is_linear, shift = transition_range(span, BLOCK_PARTS)
+    n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
+    is_linear, shift = transition_range(span, n, BLOCK_PARTS)
     if is_linear:
-        n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
         tokens, _ = load_length(batch.lengths, n, T, 1, 1)
         c = tl.arange(0, BLOCK_C)
         end = loaded_to_fp64(load_end(batch.end, n, c, C))
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
-        weights = load_matrix(
-            transitions.ptr, C, transitions.k, transitions.c, BLOCK_C, -float("inf")
-        )
+        matrix_ptr = transitions.ptr + n * transitions.n
+        weights = load_matrix(matrix_ptr, C, transitions.k, transitions.c, BLOCK_C, -float("inf"))
         weights = tl.exp(loaded_to_fp64(weights) - shift)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = shift * num_steps
@@ -134,8 +133,8 @@ def linear_chain_group_operators_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form the operator of a group of segments, the product of theirs."""
-    if transition_range(span, BLOCK_PARTS)[0]:
-        n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    if transition_range(span, n, BLOCK_PARTS)[0]:
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = tl.full([], 0.0, tl.float64)
         last = tl.minimum((group + 1) * SIZE, segments) - 1
@@ -180,9 +179,9 @@ def linear_chain_boundaries_kernel(
     """Scan alpha or beta over the operators of a group, and compute log Z if there is one group."""
     batch = Batch(*batch)
     T, N, C, emissions = batch.T, batch.N, batch.C, batch.emissions
-    if transition_range(span, BLOCK_PARTS, MAX_PLUS)[0]:
-        group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
-        n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
+    group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
+    n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
+    if transition_range(span, n, BLOCK_PARTS, MAX_PLUS)[0]:
         is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
         tokens, invalid = load_length(batch.lengths, n, T, 1, 1)
         first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)

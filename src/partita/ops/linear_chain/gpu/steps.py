@@ -191,7 +191,7 @@ def linear_chain_exchange_kernel(
     c = c0 + gl.arange(0, STATES, gl.SliceLayout(0, SUMS))
     tokens = load_tokens_of(batch.lengths, n, N, T)
     steps = T if SAVE else T // 2 + 1
-    steps = gl.where(linear_range(*load_range(saved.span, BLOCK_PARTS))[0], steps, 0)
+    steps = gl.where(linear_range(*load_range(saved.span, 0, BLOCK_PARTS))[0], steps, 0)
     side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
     # The weights from each warp's states to those of the program, `[warps, WIDTH, STATES]`.
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, BY_WARP))
@@ -265,7 +265,7 @@ def linear_chain_strided_step_kernel(
     # What these loads bring is used after the sums, which need not wait for them. A branch on the
     # range would wait, so the sums are taken in any case, and elsewhere no sequence is stored.
     scores = load_scores(batch, saved.maxima, Step(i, direction, t, n, tokens, c))
-    greatest, least = load_range(saved.span, BLOCK_PARTS)
+    greatest, least = load_range(saved.span, 0, BLOCK_PARTS)
     y = gl.full([16, 8], 1.0, gl.float64, SUMS)
     scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
     if i > 0:

@@ -93,7 +93,7 @@ def linear_chain_means_kernel(
     Both have the value of the state's emission. The first scan gives the mean over all paths.
     """
     batch, values = Batch(*batch), Batch(*values)
-    is_linear = transition_range(span, BLOCK_PARTS)[0]
+    is_linear = transition_range(span, 0, BLOCK_PARTS)[0]
     direction, n = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
     is_alpha, C, row = direction == 0, batch.C, tl.full([], batch.N, tl.int64) * batch.C
     tokens, invalid = load_length(batch.lengths, n, batch.T, 1, 1)

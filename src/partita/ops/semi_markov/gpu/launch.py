@@ -341,7 +341,7 @@ def semi_markov_nbest(chain: SemiMarkovPotentials, k: int) -> tuple[Tensor, Tens
     starts = torch.empty((k, T, N), dtype=torch.bool, device=device)
     ways = torch.empty((2, T, N, C, k), dtype=torch.int32, device=device)
     last = torch.empty((k, N), dtype=torch.int32, device=device)
-    paths = {"ways_ptr": ways, "last_ptr": last, "k": k}
+    paths = {"ways_ptr": ways, "last_ptr": last}
     launch(
         semi_markov_nbest_scan_kernel,
         N,
@@ -361,7 +361,7 @@ def semi_markov_nbest(chain: SemiMarkovPotentials, k: int) -> tuple[Tensor, Tens
         N=N,
         C=C,
         **paths,
-        RANKS=options["RANKS"],
+        K=k,
         BLOCK=32,
         num_warps=1,
     )

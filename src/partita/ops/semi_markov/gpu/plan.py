@@ -9,6 +9,7 @@ from ....runtime.sizes import cdiv, next_power_of_2
 
 MAX_RING = 4096  # elements of a ring in the registers of a program
 MAX_RESIDENT_STATES = 32
+MAX_RANKS = 32  # of the k best paths, of which a thread has all of some slots
 PROGRAMS = 1024  # about eight for each multiprocessor
 ROWS = 32  # steps that a program of the posteriors takes at once
 
@@ -40,12 +41,13 @@ def nbest_options(C: int, D: int, k: int) -> dict[str, int] | None:
 
     Its ring, and the ways into the states, stay in the registers of one program.
     """
-    block_c, slots, ranks = state_block(C), duration_block(D), next_power_of_2(max(k, 2))
-    size = block_c * ranks * max(slots, block_c)
-    if C > MAX_RESIDENT_STATES or size > MAX_RING:
+    block_c, slots = state_block(C), duration_block(D)
+    size = block_c * max(slots, block_c) * max(k, 2)
+    if C > MAX_RESIDENT_STATES or k > MAX_RANKS or size > MAX_RING:
         return None
-    num_warps = max(1, min(8, size // 512))
-    return {"BLOCK_C": block_c, "SLOTS": slots, "RANKS": ranks, "num_warps": num_warps}
+    # A thread has 40 elements of the ring at most, so that few warps wait for each other.
+    num_warps = next_power_of_2(cdiv(size, 40 * 32))
+    return {"BLOCK_C": block_c, "SLOTS": slots, "K": k, "num_warps": num_warps}
 
 
 def memory_scan_options(C: int) -> dict[str, int]:
