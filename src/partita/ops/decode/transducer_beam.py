@@ -21,15 +21,16 @@ from torch import Tensor
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from .transducer_common import (
-    STEPS_BETWEEN_CHECKS,
     LabelModels,
     Network,
     TransducerHypotheses,
-    select_rows,
+    leaves_of,
+    write_rows,
     table,
     take_rows,
 )
 
+STEPS_BETWEEN_CHECKS = 10
 CANDIDATES = 4  # for each place of the beam, the extensions among which equal ones are looked for
 
 
@@ -244,7 +245,8 @@ def beam_search(
         if step % every == 0 and not bool((beam.scores != -torch.inf).any()):
             break
         shown = torch.minimum(beam.frames, lengths[:, None] - 1).clamp_(min=0)
-        scores = network.join(encoder[sequence, shown].flatten(0, 1)[:, None], output)
+        logits = network.join(encoder[sequence, shown].flatten(0, 1)[:, None], output)
+        scores = network.scores(logits)
         dtype, V = acc_dtype(scores.tokens.dtype), scores.tokens.shape[2]
         log_probs = scores.tokens.log_softmax(-1).double().view(B, W, V)
         log_durations = log_probs.new_zeros(B, W, 1)
@@ -293,10 +295,11 @@ def beam_search(
         )
         output, predictor = take_rows(rows, output), take_rows(rows, predictor, network.state_dims)
         next_output, next_state = network.predict(tokens, predictor)
-        output = select_rows(new, next_output, output)
-        predictor = select_rows(new, next_state, predictor, network.state_dims)
+        dims = (0, network.state_dims)
+        write_rows(new, leaves_of((next_output, next_state), (output, predictor), dims))
         after = tuple(x[rows, tokens] for x in following) if models else ()
-        model_states = select_rows(new, after, take_rows(rows, model_states))
+        model_states = take_rows(rows, model_states)
+        write_rows(new, leaves_of(after, model_states))
 
     if length_normalize:
         ends = ends._replace(scores=ends.scores / ends.counts.clamp(min=1))

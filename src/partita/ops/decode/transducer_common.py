@@ -15,8 +15,6 @@ from .phrase_boost import PhraseBoost
 Predict = Callable[[Tensor, Any], tuple[Tensor, Any]]
 Join = Callable[[Tensor, Tensor], Tensor]
 
-STEPS_BETWEEN_CHECKS = 10  # of a search on a GPU, after which the host asks whether it has ended
-
 
 class TransducerState(NamedTuple):
     """Where a greedy search of B streams has stopped.
@@ -61,6 +59,44 @@ class TransducerHypotheses(NamedTuple):
     state: Any
 
 
+class Walk(NamedTuple):
+    """How far a greedy search of B sequences is. Each round writes over it.
+
+    Fields:
+        t: `[B]` int64, the frame.
+        count: `[B]` int64, the number of tokens.
+        symbols: `[B]` int64, the number of labels on the frame.
+        total: `[B]` fp64, the score.
+        is_open: `[B]` bool, whether the sequence goes on.
+        emits: `[B]` bool, whether the round has found a label.
+        token: `[B]` int64, which the predictor reads next; the blank where there is no label.
+        frames: `[B, K, D]`, which the joint network sees next.
+    """
+
+    t: Tensor
+    count: Tensor
+    symbols: Tensor
+    total: Tensor
+    is_open: Tensor
+    emits: Tensor
+    token: Tensor
+    frames: Tensor
+
+
+class Written(NamedTuple):
+    """What a greedy search has found, `[B, S + 1]`; the last column is no result.
+
+    Fields:
+        tokens, steps, durations: int64.
+        token_scores: fp64.
+    """
+
+    tokens: Tensor
+    steps: Tensor
+    durations: Tensor
+    token_scores: Tensor
+
+
 class NodeScores(NamedTuple):
     """The logits that the joint network returns for R nodes, or for K frames at each.
 
@@ -96,13 +132,44 @@ def map_leaves(function: Callable[..., Tensor], dims: Any, *states: Any) -> Any:
     )
 
 
-def select_rows(mask: Tensor, new: Any, old: Any, dims: Any = 0) -> Any:
-    """Return a state with the rows of the new one where the mask `[R]` says so."""
+class Leaf(NamedTuple):
+    """A tensor of a predictor's state, with its rows in dimension `dim`."""
 
-    def select(dim: int, a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(mask.view([-1 if i == dim else 1 for i in range(a.ndim)]), a, b)
+    dim: int
+    new: Tensor
+    old: Tensor
 
-    return map_leaves(select, dims, new, old)
+
+def leaves_of(new: Any, old: Any, dims: Any = 0) -> list[Leaf]:
+    """Return the tensors of a new state beside those of the old one, which have equal shapes."""
+    found: list[Leaf] = []
+
+    def add(dim: int, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(
+                "predict: expected a state whose tensors have the same shapes and dtypes after each"
+                f" label, got {list(a.shape)} {a.dtype} after {list(b.shape)} {b.dtype}"
+            )
+        found.append(Leaf(dim, a, b))
+        return a
+
+    map_leaves(add, dims, new, old)
+    return found
+
+
+def write_rows(mask: Tensor, leaves: Sequence[Leaf]) -> None:
+    """Write the rows of the new tensors over those of the old ones where the mask `[R]` says so."""
+    selected = [
+        torch.where(mask.view([-1 if i == dim else 1 for i in range(new.ndim)]), new, old)
+        for dim, new, old in leaves
+    ]
+    for leaf, tensor in zip(leaves, selected, strict=True):
+        leaf.old.copy_(tensor)
+
+
+def own_copy(state: Any, dims: Any = 0) -> Any:
+    """Return a state in memory of its own, which may be written to."""
+    return map_leaves(lambda dim, x: x.clone(memory_format=torch.contiguous_format), dims, state)
 
 
 def take_rows(rows: Tensor, state: Any, dims: Any = 0) -> Any:
@@ -121,12 +188,12 @@ class Network:
         durations: tuple[int, ...] | None,
         state_dims: Any,
     ) -> None:
-        self._predict, self._join = predict, join
+        self.predictor, self._join = predict, join
         self.blank, self.durations, self.state_dims = blank, durations, state_dims
 
     def predict(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the output `[R, P]` of the predictor after tokens `[R]`, and its state."""
-        found = self._predict(tokens, state)
+        found = self.predictor(tokens, state)
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
             raise TypeError(f"predict: expected a pair (output, state), got {type(found).__name__}")
         output, state = found
@@ -147,8 +214,8 @@ class Network:
 
         return output, map_leaves(check, self.state_dims, state)
 
-    def join(self, frames: Tensor, output: Tensor) -> NodeScores:
-        """Return the scores of K frames `[R, K, D]` after outputs of the predictor `[R, P]`."""
+    def join(self, frames: Tensor, output: Tensor) -> Tensor:
+        """Return the logits of K frames `[R, K, D]` after outputs of the predictor `[R, P]`."""
         logits = self._join(frames, output[:, None])
         checks.floating("join", logits)
         K, least = len(self.durations or ()), self.blank + 1
@@ -158,11 +225,14 @@ class Network:
                 f"{' + number of durations' if K else ''}] with [B, K] = {list(frames.shape[:2])}"
                 f" and V > blank = {self.blank}, got {list(logits.shape)}"
             )
+        return logits
+
+    def scores(self, logits: Tensor) -> NodeScores:
+        """Return logits of the joint network as those of tokens and durations, fp32 at least."""
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        if not K:
-            return NodeScores(logits, None)
-        return NodeScores(logits[..., :-K], logits[..., -K:])
+        K = len(self.durations or ())
+        return NodeScores(logits[..., :-K], logits[..., -K:]) if K else NodeScores(logits, None)
 
     def first(self, B: int, device: torch.device) -> tuple[Tensor, Any]:
         """Return the output and the state of the predictor before the first label."""
