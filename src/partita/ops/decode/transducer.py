@@ -173,6 +173,7 @@ def rnnt_beam_search(
     beam_width: int = 8,
     nbest: int = 1,
     length_normalize: bool = False,
+    graphs: bool = True,
 ) -> TransducerHypotheses:
     """Decode a transducer by beam search, which sums over the alignments of a hypothesis.
 
@@ -193,6 +194,7 @@ def rnnt_beam_search(
         nbest: the number of hypotheses that are returned, up to `beam_width`.
         length_normalize: whether complete hypotheses are ranked by their score over their number of
             tokens, which then are their `scores`.
+        graphs: as in `rnnt_greedy_search`.
 
     Returns:
         `TransducerHypotheses(tokens, lengths, scores, steps, durations, token_scores, state)`, the
@@ -231,4 +233,4 @@ def rnnt_beam_search(
         if not encoder.shape[0] or not encoder.shape[1]:
             return no_hypotheses(encoder, nbest, call.max_tokens, None)
         options = (max_symbols_per_step, call.max_tokens, beam_width, nbest, bool(length_normalize))
-        return beam_search(encoder, call.lengths, network, models, *options)
+        return beam_search(encoder, call.lengths, network, models, *options, graphs)
