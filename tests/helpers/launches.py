@@ -336,6 +336,8 @@ def call_transducers(dtype: torch.dtype) -> None:
         options = {"blank": 0, "durations": durations, "state_dims": (1, 0)}
         encoder = torch.zeros(2, 3, 700, dtype=dtype)
         partita.rnnt_greedy_search(encoder, [3, 2], predict, join, **options)
+        for width in (4, 8):
+            partita.rnnt_beam_search(encoder, [3, 2], predict, join, beam_width=width, **options)
 
 
 def call_crf(dtype: torch.dtype, T: int) -> None:

@@ -15,6 +15,7 @@ All that a round changes is in memory that stays where it is, so that a CUDA gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,16 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from .transducer_common import (
+    CANDIDATES,
+    Beam,
+    Event,
     LabelModels,
     Network,
     NodeScores,
+    Progress,
     TransducerHypotheses,
     leaves_of,
+    merge_rows,
     own_copy,
     table,
     take_rows,
@@ -36,30 +42,7 @@ from .transducer_common import (
 )
 from .transducer_rounds import repeat
 
-CANDIDATES = 4  # for each place of the beam, the extensions among which equal ones are looked for
-
-
-class Beam(NamedTuple):
-    """Hypotheses of each sequence, each field `[B, W]`.
-
-    Fields:
-        nodes, keys: the tokens, as a node of the trie and by its key; -1 is that of no tokens.
-        frames: the frame that each has reached.
-        counts: the number of tokens.
-        symbols: the number of labels on the frame.
-        events: the last event of the most probable alignment, -1 for none.
-        scores: what they are ranked by, -inf where there is none.
-        best: the score of the most probable alignment.
-    """
-
-    nodes: Tensor
-    keys: Tensor
-    frames: Tensor
-    counts: Tensor
-    symbols: Tensor
-    events: Tensor
-    scores: Tensor
-    best: Tensor
+WIDEST = 8  # the beam that the kernel serves
 
 
 class Extensions(NamedTuple):
@@ -82,49 +65,6 @@ class Extensions(NamedTuple):
     frames: Tensor
     moves: Tensor
     token_scores: Tensor
-
-
-class Event(NamedTuple):
-    """The labels that hypotheses have emitted, each field `[B, number of steps * W]`."""
-
-    before: Tensor  # the event before, -1 for none
-    tokens: Tensor
-    steps: Tensor
-    durations: Tensor
-    token_scores: Tensor
-
-
-class Progress(NamedTuple):
-    """How far a beam search of B sequences is. Each round writes over it.
-
-    Fields:
-        integers: `[B, 6, 2 W]` int64, and
-        numbers: `[B, 2, 2 W]` fp64: the fields of `Beam`, of hypotheses that go on and of complete
-            ones.
-        known: `[B, 1 + number of steps * W]` int64, the keys of the nodes; -2 for none.
-        events: `Event`, W of each step.
-        step: `[B]` int64.
-        is_open: `[B]` bool, whether the sequence goes on.
-        rows: `[B * W]` int64, the hypothesis, of all sequences, that each goes on from.
-        tokens: `[B * W]` int64, which the predictor reads next.
-        emits: `[B * W]` bool, whether that is a label.
-        frames: `[B * W, 1, D]`, which the joint network sees next.
-    """
-
-    integers: Tensor
-    numbers: Tensor
-    known: Tensor
-    events: Event
-    step: Tensor
-    is_open: Tensor
-    rows: Tensor
-    tokens: Tensor
-    emits: Tensor
-    frames: Tensor
-
-    def hypotheses(self) -> Beam:
-        """Return those that go on, and the complete ones, as views."""
-        return Beam(*self.integers.unbind(1), *self.numbers.unbind(1))
 
 
 def take(records: tuple[Tensor, ...], places: Tensor) -> list[Tensor]:
@@ -384,24 +324,48 @@ def beam_search(
     # Each arc moves on by a frame or adds a token, so that no hypothesis takes more than T + S.
     progress = start(encoder, lengths, W, T + S, network.blank)
     options, dtype = (network.blank, max_symbols_per_step, S), acc_dtype(encoder.dtype)
+    has_kernels = resolve(current_backend(), device, has_cpu=False) == "gpu"
+    if has_kernels:
+        from .gpu import launch_transducer as kernels
 
     def one_round() -> None:
         nonlocal dtype
         logits = network.join(progress.frames, current[0])
         dtype = acc_dtype(logits.dtype)
-        given = (encoder, lengths, moves, progress, models, model_states)
-        advance(network.scores(logits), *given, *options)
-        taken = take_rows(progress.rows, current, dims)
-        write_rows(progress.emits, leaves_of(network.predict(progress.tokens, taken[1]), taken, dims))
-        for _, new, old in leaves_of(taken, current, dims):
-            old.copy_(new)
+        if has_kernels and not models and W <= WIDEST:
+            number = len(network.durations or ())
+            given = (encoder, lengths, moves, number, progress)
+            kernels.advance_beam(logits, *given, *options)
+        else:
+            given = (encoder, lengths, moves, progress, models, model_states)
+            advance(network.scores(logits), *given, *options)
+        take = kernels.take_rows if has_kernels else take_rows
+        taken = take(progress.rows, current, dims)
+        leaves = leaves_of(network.predict(progress.tokens, taken[1]), taken, dims)
+        targets = [leaf.old for leaf in leaves_of(taken, current, dims)]
+        (kernels.merge_rows if has_kernels else merge_rows)(progress.emits, leaves, targets)
 
     repeat(one_round, progress.is_open, T + S, graphs, network.predictor)
     ends = Beam(*(x[:, W:] for x in progress.hypotheses()))
     if length_normalize:
         ends = ends._replace(scores=ends.scores / ends.counts.clamp(min=1))
     ends = Beam(*take(ends, best_first(ends.scores, nbest)[1]))
-    return _traced(ends, progress.events, valid, S, dtype)
+    traces = kernels.trace if has_kernels else trace
+    return _traced(ends, progress.events, valid, S, dtype, traces)
+
+
+def trace(
+    ends: tuple[Tensor, Tensor], events: tuple[Tensor, ...], written: tuple[Tensor, ...]
+) -> None:
+    """Write the labels of hypotheses `[B, nbest]`, which end in these events and are so many."""
+    event, lengths = ends
+    place, S = lengths - 1, written[0].shape[2] - 1
+    for _ in range(int(lengths.max())):
+        column = torch.where(place >= 0, place, S)[..., None]
+        event_before, *emitted = take(events, event.clamp(min=0))
+        for field, value in zip(written, emitted, strict=True):
+            field.scatter_(2, column, value[..., None])
+        place, event = place - 1, event_before
 
 
 def _traced(
@@ -410,6 +374,7 @@ def _traced(
     valid: Tensor,
     S: int,
     dtype: torch.dtype,
+    write: Callable[..., None],
 ) -> TransducerHypotheses:
     """Return complete hypotheses with their tokens, by the events from their ends on."""
     exists = (ends.scores != -torch.inf) & valid[:, None]
@@ -418,13 +383,7 @@ def _traced(
     tokens, steps = (lengths.new_full((*lengths.shape, S + 1), -1) for _ in range(2))
     durations = torch.zeros_like(tokens)
     token_scores = torch.zeros_like(tokens, dtype=ends.scores.dtype)
-    place, event = lengths - 1, ends.events.clamp(min=0)
-    for _ in range(int(lengths.max())):
-        column = torch.where(place >= 0, place, S)[..., None]
-        event_before, *emitted = take(events, event)
-        for field, value in zip((tokens, steps, durations, token_scores), emitted, strict=True):
-            field.scatter_(2, column, value[..., None])
-        place, event = place - 1, event_before.clamp(min=0)
+    write((ends.events, lengths), events, (tokens, steps, durations, token_scores))
     scores = torch.where(valid[:, None], ends.scores, torch.nan)
     return TransducerHypotheses(
         tokens=tokens[..., :S],

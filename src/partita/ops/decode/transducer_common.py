@@ -15,6 +15,8 @@ from .phrase_boost import PhraseBoost
 Predict = Callable[[Tensor, Any], tuple[Tensor, Any]]
 Join = Callable[[Tensor, Tensor], Tensor]
 
+CANDIDATES = 4  # for each place of the beam, the extensions among which equal ones are looked for
+
 
 class TransducerState(NamedTuple):
     """Where a greedy search of B streams has stopped.
@@ -97,6 +99,72 @@ class Written(NamedTuple):
     token_scores: Tensor
 
 
+class Beam(NamedTuple):
+    """Hypotheses of each sequence, each field `[B, W]`.
+
+    Fields:
+        nodes, keys: the tokens, as a node of the trie and by its key; -1 is that of no tokens.
+        frames: the frame that each has reached.
+        counts: the number of tokens.
+        symbols: the number of labels on the frame.
+        events: the last event of the most probable alignment, -1 for none.
+        scores: what they are ranked by, -inf where there is none.
+        best: the score of the most probable alignment.
+    """
+
+    nodes: Tensor
+    keys: Tensor
+    frames: Tensor
+    counts: Tensor
+    symbols: Tensor
+    events: Tensor
+    scores: Tensor
+    best: Tensor
+
+
+class Event(NamedTuple):
+    """The labels that hypotheses have emitted, each field `[B, number of steps * W]`."""
+
+    before: Tensor  # the event before, -1 for none
+    tokens: Tensor
+    steps: Tensor
+    durations: Tensor
+    token_scores: Tensor
+
+
+class Progress(NamedTuple):
+    """How far a beam search of B sequences is. Each round writes over it.
+
+    Fields:
+        integers: `[B, 6, 2 W]` int64, and
+        numbers: `[B, 2, 2 W]` fp64: the fields of `Beam`, of hypotheses that go on and of complete
+            ones.
+        known: `[B, 1 + number of steps * W]` int64, the keys of the nodes; -2 for none.
+        events: `Event`, W of each step.
+        step: `[B]` int64.
+        is_open: `[B]` bool, whether the sequence goes on.
+        rows: `[B * W]` int64, the hypothesis, of all sequences, that each goes on from.
+        tokens: `[B * W]` int64, which the predictor reads next.
+        emits: `[B * W]` bool, whether that is a label.
+        frames: `[B * W, 1, D]`, which the joint network sees next.
+    """
+
+    integers: Tensor
+    numbers: Tensor
+    known: Tensor
+    events: Event
+    step: Tensor
+    is_open: Tensor
+    rows: Tensor
+    tokens: Tensor
+    emits: Tensor
+    frames: Tensor
+
+    def hypotheses(self) -> Beam:
+        """Return those that go on, and the complete ones, as views."""
+        return Beam(*self.integers.unbind(1), *self.numbers.unbind(1))
+
+
 class NodeScores(NamedTuple):
     """The logits that the joint network returns for R nodes, or for K frames at each.
 
@@ -165,6 +233,13 @@ def write_rows(mask: Tensor, leaves: Sequence[Leaf]) -> None:
     ]
     for leaf, tensor in zip(leaves, selected, strict=True):
         leaf.old.copy_(tensor)
+
+
+def merge_rows(mask: Tensor, leaves: Sequence[Leaf], targets: Sequence[Tensor]) -> None:
+    """Write the rows of the new tensors where the mask `[R]` says so, and those of the old ones."""
+    write_rows(mask, leaves)
+    for leaf, target in zip(leaves, targets, strict=True):
+        target.copy_(leaf.old)
 
 
 def own_copy(state: Any, dims: Any = 0) -> Any:

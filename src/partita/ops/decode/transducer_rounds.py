@@ -110,7 +110,7 @@ def _captured(run: Round, index: int) -> Round | None:
         reason = str(error.__context__ or error).strip().partition("\n")[0]
         warnings.warn(
             "partita: predict, join or a model cannot be captured in a CUDA graph, so that each"
-            f" launch of the search costs host time; graphs=False says that it need not try: {reason}",
+            f" launch costs host time; graphs=False says that it need not try: {reason}",
             RuntimeWarning,
             stacklevel=caller_stacklevel(),
         )

@@ -130,24 +130,47 @@ def transducer_greedy_kernel(
         tl.store(token_ptr + b, tl.zeros([], tl.int64) + blank)
 
 
+@triton.jit
+def copy_row(
+    source,
+    target,
+    source_row,
+    row,
+    inners,
+    sizes,
+    R,
+    chunk,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one row of each tensor."""
+    for i in tl.static_range(len(source)):
+        for first in range(chunk * BLOCK, sizes[i], CHUNKS * BLOCK):
+            e = first + tl.arange(0, BLOCK)
+            outer, inner = (e // inners[i]).to(tl.int64) * R, e % inners[i]
+            value = tl.load(source[i] + (outer + source_row) * inners[i] + inner, mask=e < sizes[i])
+            tl.store(target[i] + (outer + row) * inners[i] + inner, value, mask=e < sizes[i])
+
+
 @triton.jit(do_not_specialize=["R"])
 def transducer_rows_kernel(
-    mask_ptr,  # [R] bool
+    mask_ptr,  # [R] bool, or None for all rows
+    rows_ptr,  # [R] int64, which of the new rows; None for the same ones
     new,  # tensors of [outer, R, inner] each
-    old,  # the same
+    old,  # the same, or None
+    target,  # the same
     inners,  # their `inner`
     sizes,  # outer times inner of each
     R,
     CHUNKS: tl.constexpr,  # programs that share a row
     BLOCK: tl.constexpr,
 ):
-    """Write a row of the new tensors over that of the old ones where the mask says so."""
+    """Write a row of the new tensors, or of the old ones where the mask does not say so."""
     r, chunk = (tl.program_id(0) // CHUNKS).to(tl.int64), tl.program_id(0) % CHUNKS
-    if tl.load(mask_ptr + r):
-        for i in tl.static_range(len(new)):
-            for first in range(chunk * BLOCK, sizes[i], CHUNKS * BLOCK):
-                e = first + tl.arange(0, BLOCK)
-                outer, inner = (e // inners[i]).to(tl.int64), e % inners[i]
-                place = (outer * R + r) * inners[i] + inner
-                value = tl.load(new[i] + place, mask=e < sizes[i])
-                tl.store(old[i] + place, value, mask=e < sizes[i])
+    if mask_ptr is None:
+        row = tl.load(rows_ptr + r)
+        copy_row(new, target, row, r, inners, sizes, R, chunk, CHUNKS, BLOCK)
+    elif tl.load(mask_ptr + r):
+        copy_row(new, target, r, r, inners, sizes, R, chunk, CHUNKS, BLOCK)
+    elif old is not None:
+        copy_row(old, target, r, r, inners, sizes, R, chunk, CHUNKS, BLOCK)
