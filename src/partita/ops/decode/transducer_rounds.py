@@ -37,6 +37,7 @@ class _Latest(threading.local):
 
 
 _latest = _Latest()
+_failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocators may hold pointers to them
 _refused: WeakSet[Any] = WeakSet()  # predictors whose capture has failed, which is told once
 register_cache("decode.transducer_rounds.graphs", lambda: _latest.graphs.clear())
 register_cache("decode.transducer_rounds.refused", _refused.clear)
@@ -104,9 +105,7 @@ def _captured(run: Round, index: int) -> Round | None:
         finally:
             graph.capture_end()
     except Exception as error:
-        # The allocator does not learn of the end of a capture that has failed.
-        private_names.abandon_pool(index, pool)
-        graph.reset()
+        _clean_up(graph, index, pool)
         reason = str(error.__context__ or error).strip().partition("\n")[0]
         warnings.warn(
             "partita: predict, join or a model cannot be captured in a CUDA graph, so that each"
@@ -117,3 +116,20 @@ def _captured(run: Round, index: int) -> Round | None:
         return None
     _latest.graphs[index] = graph
     return graph.replay
+
+
+def _clean_up(graph: torch.cuda.CUDAGraph, index: int, pool: Any) -> None:
+    """Leave the capture that has failed.
+
+    PyTorch ends only captures that succeed. The allocator has to be told, and a small graph takes
+    the generator of random numbers out of the capture. Its memory is for the next search.
+    """
+    private_names.abandon_pool(index, pool)
+    graph.reset()
+    _failed.append(graph)
+    small = torch.cuda.CUDAGraph()
+    zero = torch.zeros((), device=torch.device("cuda", index))
+    small.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+    zero.add_(1)
+    small.capture_end()
+    _latest.graphs[index] = small
