@@ -82,12 +82,12 @@ def start(encoder: Tensor, lengths: Tensor, W: int, steps: int, blank: int) -> P
     numbers[:, :, W] = torch.where(lengths > 0, -torch.inf, 0.0)[:, None]
     known = lengths.new_full((B, 1 + steps * W), -2)
     known[:, 0] = -1
-    fields = [lengths.new_zeros(B, steps * W) for _ in range(4)]
+    before, tokens, moments, durations = (lengths.new_zeros(B, steps * W) for _ in range(4))
     return Progress(
         integers,
         numbers,
         known,
-        events=Event(*fields, fields[0].double()),
+        events=Event(before, tokens, moments, durations, before.double()),
         step=lengths.new_zeros(B),
         is_open=lengths > 0,
         rows=torch.arange(B * W, device=lengths.device),
@@ -332,13 +332,12 @@ def beam_search(
         nonlocal dtype
         logits = network.join(progress.frames, current[0])
         dtype = acc_dtype(logits.dtype)
+        given = (encoder, lengths, moves)
         if has_kernels and not models and W <= WIDEST:
             number = len(network.durations or ())
-            given = (encoder, lengths, moves, number, progress)
-            kernels.advance_beam(logits, *given, *options)
+            kernels.advance_beam(logits, *given, number, progress, *options)
         else:
-            given = (encoder, lengths, moves, progress, models, model_states)
-            advance(network.scores(logits), *given, *options)
+            advance(network.scores(logits), *given, progress, models, model_states, *options)
         take = kernels.take_rows if has_kernels else take_rows
         taken = take(progress.rows, current, dims)
         leaves = leaves_of(network.predict(progress.tokens, taken[1]), taken, dims)

@@ -209,13 +209,13 @@ def greedy_search(
         nonlocal dtype
         logits = network.join(walk.frames, output)
         dtype = acc_dtype(logits.dtype)
+        given = (encoder, lengths, durations)
         if has_kernels and not models:
             number = len(network.durations or ())
-            given = (encoder, lengths, durations, number, walk, written)
-            kernels.advance(logits, *given, *options)
+            kernels.advance(logits, *given, number, walk, written, *options)
         else:
-            given = (encoder, lengths, durations, longest, walk, written, models, model_states)
-            advance(network.scores(logits), *given, *options)
+            own = (walk, written, models, model_states)
+            advance(network.scores(logits), *given, longest, *own, *options)
         leaves = leaves_of(network.predict(walk.token, predictor), (output, predictor), dims)
         (kernels.write_rows if has_kernels else write_rows)(walk.emits, leaves)
 

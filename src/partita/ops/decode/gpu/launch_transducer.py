@@ -178,7 +178,7 @@ def advance_beam(
         BLOCK_N=max(BLOCK_NODES // block_w, 16),
         BLOCK_D=min(next_power_of_2(encoder.shape[2]), BLOCK_D),
         ACC_DTYPE=tl_acc_dtype(acc_dtype(logits.dtype)),
-        num_warps=4 if W <= 4 else 8,
+        num_warps=8 if W <= 4 else 16,
     )
 
 
