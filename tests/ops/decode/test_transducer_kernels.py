@@ -152,11 +152,27 @@ def test_a_state_that_changes_its_shape_is_refused() -> None:
 def test_graphs_give_the_same_bits(
     function: Any, kind: Any, durations: tuple[int, ...] | None
 ) -> None:
-    network = moved(transducer(kind, (13, 9, 0, 12), durations), "cuda")
+    lengths = (13, 9, 0, 12) if kind is Cached else (40, 60, 33, 1)
+    network = moved(transducer(kind, lengths, durations), "cuda")
     expected, *graphs = (network.search(function, graphs=graphs) for graphs in (False, True, True))
     for found in graphs:
         for a, b in zip(found[:-1], expected[:-1], strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("lengths", [(13, 9, 0, 12), (40, 60, 33, 1)])
+@pytest.mark.parametrize("durations", [None, TDT, (1, 2)])
+def test_many_steps_of_beam_search_on_a_gpu(
+    durations: tuple[int, ...] | None, lengths: tuple[int, ...], graphs: bool
+) -> None:
+    """A predictor of all labels: one of the last labels alone gives equal scores to some texts."""
+    network = transducer(Recurrent, lengths, durations, dtype=torch.float64)
+    options = {"beam_width": 4, "nbest": 4, "max_tokens": 40, "graphs": graphs}
+    found = [compare(network, rnnt_beam_search, "cuda", **options) for _ in range(2)]
+    for a, b in zip(found[0][:-1], found[1][:-1], strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.gpu

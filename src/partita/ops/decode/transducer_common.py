@@ -66,7 +66,7 @@ class Walk(NamedTuple):
 
     Fields:
         t: `[B]` int64, the frame.
-        count: `[B]` int64, the number of tokens.
+        counts: `[B]` int64, the number of tokens.
         symbols: `[B]` int64, the number of labels on the frame.
         total: `[B]` fp64, the score.
         is_open: `[B]` bool, whether the sequence goes on.
@@ -76,7 +76,7 @@ class Walk(NamedTuple):
     """
 
     t: Tensor
-    count: Tensor
+    counts: Tensor
     symbols: Tensor
     total: Tensor
     is_open: Tensor

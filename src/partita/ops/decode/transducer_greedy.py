@@ -147,11 +147,11 @@ def advance(
         token_score, rank = log_probs[rows, token], ranks[rows, token]
         write_rows(emits, leaves_of(tuple(x[rows, token] for x in following), model_states))
     total = total + torch.where(emits, rank + duration_score, 0.0)
-    place = torch.where(emits, walk.count, S)
+    place = torch.where(emits, walk.counts, S)
     emitted = (token, t, move, token_score + duration_score)
     for field, value in zip(written, emitted, strict=True):
         field[rows, place] = value
-    count, symbols = walk.count + emits, symbols + emits
+    count, symbols = walk.counts + emits, symbols + emits
     move = torch.where((move == 0) & (symbols >= max_symbols_per_step), 1, move)
     t = torch.where(emits, t + move, t)
     symbols = torch.where(emits & (move > 0), 0, symbols)
@@ -186,7 +186,7 @@ def greedy_search(
     zeros = torch.zeros_like(t)
     walk = Walk(
         t=t,
-        count=zeros,
+        counts=zeros,
         symbols=zeros.clone(),
         total=zeros.double(),
         is_open=t < lengths,
@@ -214,15 +214,15 @@ def greedy_search(
             number = len(network.durations or ())
             kernels.advance(logits, *given, number, walk, written, *options)
         else:
-            own = (walk, written, models, model_states)
-            advance(network.scores(logits), *given, longest, *own, *options)
+            scores, own = network.scores(logits), (models, model_states)
+            advance(scores, *given, longest, walk, written, *own, *options)
         leaves = leaves_of(network.predict(walk.token, predictor), (output, predictor), dims)
         (kernels.write_rows if has_kernels else write_rows)(walk.emits, leaves)
 
     repeat(one_round, walk.is_open, T + S, graphs, network.predictor)
     return TransducerHypotheses(
         tokens=tokens[:, None, :S],
-        lengths=walk.count[:, None],
+        lengths=walk.counts[:, None],
         scores=torch.where(valid, walk.total, torch.nan).to(dtype)[:, None],
         steps=written.steps[:, None, :S],
         durations=written.durations[:, None, :S],
