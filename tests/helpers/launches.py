@@ -335,6 +335,25 @@ def call_decode(dtype: torch.dtype) -> None:
         partita.ctc_crf_decode(scores, state_len=k, alphabet_size=bases + 1)
 
 
+def call_transducers(dtype: torch.dtype) -> None:
+    """Search a transducer with and without durations, whose state has rows in two dimensions."""
+
+    def predict(tokens: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        shape = (1, len(tokens), 700)
+        return torch.zeros(shape[1:], dtype=dtype), [torch.zeros(shape, dtype=dtype), tokens]
+
+    for V, durations in ((6, None), (1000, (0, 1, 2, 4))):
+
+        def join(frames: torch.Tensor, output: torch.Tensor, V: int = V) -> torch.Tensor:
+            return torch.zeros(*frames.shape[:2], V + 4, dtype=dtype)
+
+        options = {"blank": 0, "durations": durations, "state_dims": (1, 0)}
+        encoder = torch.zeros(2, 3, 700, dtype=dtype)
+        partita.rnnt_greedy_search(encoder, [3, 2], predict, join, **options)
+        for width in (4, 8):
+            partita.rnnt_beam_search(encoder, [3, 2], predict, join, beam_width=width, **options)
+
+
 def call_crf(dtype: torch.dtype, T: int) -> None:
     """Call CTC-CRF with targets of as many labels as there are steps, padded and concatenated."""
     scores = torch.zeros(T, 2, 4 * 5, dtype=dtype, requires_grad=True)
@@ -560,6 +579,7 @@ def call_all(dtype: torch.dtype) -> None:
     call_contrastive(dtype)
     call_parallel(dtype)
     call_decode(dtype)
+    call_transducers(dtype)
     batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))
     for from_logits in (False, True):
         for N, C, S in batches:

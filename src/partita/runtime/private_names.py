@@ -153,6 +153,17 @@ empty_strided_cuda = _find(
 )
 # Without this, times of small kernels have some of the host's time in them.
 sleep = _find("cuda._sleep", lambda cycles: None)
+# Without these names, the allocator keeps the memory of a capture that has failed for it.
+_end_allocate_to_pool = _find("_C._cuda_endAllocateToPool")
+_release_pool = _find("_C._cuda_releasePool")
+
+
+def abandon_pool(index: int, pool: Any) -> None:
+    """Tell the allocator of a GPU that the capture in a pool has ended without a graph."""
+    if _end_allocate_to_pool is not None and _release_pool is not None:
+        with contextlib.suppress(RuntimeError):  # the capture may have failed before it or after it
+            _end_allocate_to_pool(index, pool)
+            _release_pool(index, pool)
 
 
 # Distributed. Without `_functional_collectives`, parallel losses run in eager mode alone. Without

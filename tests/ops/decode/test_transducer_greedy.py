@@ -332,7 +332,7 @@ def test_a_gpu_finds_the_same(durations: tuple[int, ...] | None, model: NgramLM)
 
 
 @pytest.mark.gpu
-def test_the_host_waits_once_in_ten_rounds() -> None:
+def test_the_host_does_not_wait() -> None:
     network = transducer(Stateless, lengths=(40,) * 3, blank_bias=0.0)
     moved = network._replace(
         predict=network.predict.cuda(),
@@ -345,8 +345,8 @@ def test_the_host_waits_once_in_ten_rounds() -> None:
     try:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            tokens = int(moved.search(rnnt_greedy_search).lengths.max())
+            moved.search(rnnt_greedy_search)
+            moved.search(rnnt_greedy_search, graphs=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [each for each in found if "synchronizing" in str(each.message)]
-    assert len(waits) <= (tokens + 40) // 10 + 2
+    assert not [each for each in found if "synchronizing" in str(each.message)]

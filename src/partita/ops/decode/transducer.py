@@ -77,6 +77,7 @@ def rnnt_greedy_search(
     boost: PhraseBoost | Sequence[PhraseBoost | None] | None = None,
     state: TransducerState | None = None,
     state_dims: Any = 0,
+    graphs: bool = True,
 ) -> TransducerHypotheses:
     """Decode a transducer by the most probable token of each frame.
 
@@ -107,6 +108,10 @@ def rnnt_greedy_search(
             same models.
         state_dims: the dimension of B in the tensors of the predictor's state, 1 for `nn.LSTM`; or
             a structure of such numbers, like that of the state.
+        graphs: whether a GPU captures the second round in a CUDA graph and repeats it. Then
+            `predict` and `join` have to do the same work at each call, whatever Python has counted
+            or drawn meanwhile. Where a capture fails, a warning says why, and the search goes on
+            without.
 
     Returns:
         `TransducerHypotheses(tokens, lengths, scores, steps, durations, token_scores, state)` with
@@ -147,7 +152,7 @@ def rnnt_greedy_search(
             )
         if not encoder.shape[0] or not encoder.shape[1]:
             return no_hypotheses(encoder, 1, call.max_tokens, state)
-        options = (max_symbols_per_step, call.max_tokens, state)
+        options = (max_symbols_per_step, call.max_tokens, state, graphs)
         return greedy_search(encoder, call.lengths, network, models, *options)
 
 
@@ -168,6 +173,7 @@ def rnnt_beam_search(
     beam_width: int = 8,
     nbest: int = 1,
     length_normalize: bool = False,
+    graphs: bool = True,
 ) -> TransducerHypotheses:
     """Decode a transducer by beam search, which sums over the alignments of a hypothesis.
 
@@ -188,6 +194,7 @@ def rnnt_beam_search(
         nbest: the number of hypotheses that are returned, up to `beam_width`.
         length_normalize: whether complete hypotheses are ranked by their score over their number of
             tokens, which then are their `scores`.
+        graphs: as in `rnnt_greedy_search`.
 
     Returns:
         `TransducerHypotheses(tokens, lengths, scores, steps, durations, token_scores, state)`, the
@@ -226,4 +233,4 @@ def rnnt_beam_search(
         if not encoder.shape[0] or not encoder.shape[1]:
             return no_hypotheses(encoder, nbest, call.max_tokens, None)
         options = (max_symbols_per_step, call.max_tokens, beam_width, nbest, bool(length_normalize))
-        return beam_search(encoder, call.lengths, network, models, *options)
+        return beam_search(encoder, call.lengths, network, models, *options, graphs)

@@ -9,51 +9,40 @@ The tokens of a hypothesis are a node of a trie, which is known by its key: the 
 last token, times V, plus that token. All keys of a sequence are in a table, in which new ones are
 looked up, so that equal tokens are always one node. What was emitted when is a list of events, each
 of which leads to the one before, along the most probable alignment.
+
+All that a round changes is in memory that stays where it is, so that a CUDA graph can repeat it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...runtime.backend import current_backend, resolve
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from .transducer_common import (
-    STEPS_BETWEEN_CHECKS,
+    CANDIDATES,
+    Beam,
+    Event,
     LabelModels,
     Network,
+    NodeScores,
+    Progress,
     TransducerHypotheses,
-    select_rows,
+    leaves_of,
+    merge_rows,
+    own_copy,
     table,
     take_rows,
+    write_rows,
 )
+from .transducer_rounds import repeat
 
-CANDIDATES = 4  # for each place of the beam, the extensions among which equal ones are looked for
-
-
-class Beam(NamedTuple):
-    """Hypotheses of each sequence, each field `[B, W]`.
-
-    Fields:
-        nodes, keys: the tokens, as a node of the trie and by its key; -1 is that of no tokens.
-        frames: the frame that each has reached.
-        scores: what they are ranked by, -inf where there is none.
-        best: the score of the most probable alignment.
-        counts: the number of tokens.
-        symbols: the number of labels on the frame.
-        events: the last event of the most probable alignment, -1 for none.
-    """
-
-    nodes: Tensor
-    keys: Tensor
-    frames: Tensor
-    scores: Tensor
-    best: Tensor
-    counts: Tensor
-    symbols: Tensor
-    events: Tensor
+WIDEST = 8  # the beam that the kernel serves
 
 
 class Extensions(NamedTuple):
@@ -78,26 +67,41 @@ class Extensions(NamedTuple):
     token_scores: Tensor
 
 
-class Event(NamedTuple):
-    """The labels that the hypotheses of one step have emitted, each field `[B, W]`."""
-
-    before: Tensor  # the event before, -1 for none
-    tokens: Tensor
-    steps: Tensor
-    durations: Tensor
-    token_scores: Tensor
-
-
 def take(records: tuple[Tensor, ...], places: Tensor) -> list[Tensor]:
     """Return the entries of tensors `[B, X]` at places `[B, Y]`."""
     return [x.gather(1, places) for x in records]
 
 
-def no_beam(lengths: Tensor, W: int) -> Beam:
-    """Return a beam without hypotheses, in which the root of the trie is anywhere."""
-    zeros = lengths.new_zeros(len(lengths), W)
-    nothing = zeros.new_full(zeros.shape, -torch.inf, dtype=torch.float64)
-    return Beam(zeros, zeros - 1, zeros, nothing, nothing, zeros, zeros, zeros - 1)
+def start(encoder: Tensor, lengths: Tensor, W: int, steps: int, blank: int) -> Progress:
+    """Return the progress before the first step, with the empty hypothesis for each sequence."""
+    B = len(lengths)
+    integers = lengths.new_zeros(B, len(Beam._fields) - 2, 2 * W)
+    integers[:, [Beam._fields.index(name) for name in ("keys", "events")]] = -1
+    numbers = torch.full((B, 2, 2 * W), -torch.inf, dtype=torch.float64, device=lengths.device)
+    numbers[:, :, 0] = torch.where(lengths > 0, 0.0, -torch.inf)[:, None]
+    numbers[:, :, W] = torch.where(lengths > 0, -torch.inf, 0.0)[:, None]
+    known = lengths.new_full((B, 1 + steps * W), -2)
+    known[:, 0] = -1
+    before, tokens, moments, durations = (lengths.new_zeros(B, steps * W) for _ in range(4))
+    return Progress(
+        integers,
+        numbers,
+        known,
+        events=Event(before, tokens, moments, durations, before.double()),
+        step=lengths.new_zeros(B),
+        is_open=lengths > 0,
+        rows=torch.arange(B * W, device=lengths.device),
+        tokens=lengths.new_full((B * W,), blank),
+        emits=torch.zeros(B * W, dtype=torch.bool, device=lengths.device),
+        frames=shown_frames(encoder, integers[:, 0, :W], lengths),
+    )
+
+
+def shown_frames(encoder: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
+    """Return the frame of each hypothesis, `[B * W, 1, D]`, the last one for what is past it."""
+    shown = torch.minimum(frames, lengths[:, None] - 1).clamp_(min=0)
+    sequence = torch.arange(len(encoder), device=encoder.device)[:, None]
+    return encoder[sequence, shown].flatten(0, 1)[:, None]
 
 
 def best_first(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -189,20 +193,110 @@ def next_beam(beam: Beam, found: Extensions, among: Tensor, W: int) -> tuple[Bea
     return after, arcs
 
 
-def nodes_of(known: Tensor, keys: Tensor, is_new: Tensor, used: int) -> Tensor:
+def nodes_of(known: Tensor, keys: Tensor, is_new: Tensor, used: Tensor) -> Tensor:
     """Return the nodes of keys `[B, W]`, and enter those that are not known yet.
 
-    The first `used` entries of `known` are the keys of nodes; it gets W more. Only keys that are
-    `is_new` are looked up.
+    The first `used` entries, `[B]`, of `known` are the keys of nodes; it gets W more. Only keys
+    that are `is_new` are looked up.
     """
     W = keys.shape[1]
-    equal = known[:, None, :used] == keys[..., None]
+    lane = torch.arange(W, device=keys.device)
+    table = known if known.is_cuda else known[:, : int(used.max())]  # the host knows it there
+    equal = table[:, None] == keys[..., None]
     same = (keys[..., None] == keys[:, None]) & is_new[:, None]
     place, first = equal.int().argmax(2), same.int().argmax(2)
     is_known = equal.any(2)
-    enters = is_new & ~is_known & (first == torch.arange(W, device=keys.device))
-    known[:, used : used + W] = torch.where(enters, keys, -2)
-    return torch.where(is_known, place, used + first)
+    enters = is_new & ~is_known & (first == lane)
+    known.scatter_(1, used[:, None] + lane, torch.where(enters, keys, -2))
+    return torch.where(is_known, place, used[:, None] + first)
+
+
+def advance(
+    scores: NodeScores,
+    encoder: Tensor,
+    lengths: Tensor,
+    moves: Tensor,
+    progress: Progress,
+    models: LabelModels,
+    model_states: tuple[Tensor, ...],
+    blank: int,
+    max_symbols_per_step: int,
+    max_tokens: int,
+) -> None:
+    """Let each hypothesis take an arc, and keep the best ones.
+
+    Args:
+        scores: those of the frames `progress.frames`.
+        encoder: `[B, T, D]`.
+        lengths: `[B]`.
+        moves: `[2, D]`, the frames by which a blank and a label move on; -1 for none.
+        progress, model_states: what is written to.
+        models: the language model and boosted phrases.
+        blank, max_symbols_per_step, max_tokens: as in `rnnt_beam_search`.
+    """
+    B, V, W = len(encoder), scores.tokens.shape[2], progress.numbers.shape[2] // 2
+    device = encoder.device
+    hypotheses = progress.hypotheses()
+    beam, ends = Beam(*(x[:, :W] for x in hypotheses)), Beam(*(x[:, W:] for x in hypotheses))
+    log_probs = scores.tokens.log_softmax(-1).double().view(B, W, V)
+    log_durations = log_probs.new_zeros(B, W, 1)
+    if scores.durations is not None:
+        log_durations = scores.durations.log_softmax(-1).double().view(B, W, -1)
+    ranks, ending, following = log_probs.clone(), torch.zeros_like(beam.scores), model_states
+    if models:
+        added, following = models.advance(model_states, V)
+        ranks, ending = ranks + added.view(B, W, V), models.final(model_states).view(B, W)
+    full = (beam.counts >= max_tokens) | (beam.symbols >= max_symbols_per_step)
+    ranks = ranks.masked_fill(full[..., None], -torch.inf)
+    ranks[..., blank] = -torch.inf
+    found = extensions_of(beam, log_probs, ranks, log_durations, moves, ending, lengths, blank)
+
+    # Complete hypotheses take no arc, and merge with those that become complete.
+    complete = Extensions(
+        scores=ends.scores,
+        best=ends.best,
+        keys=ends.keys,
+        origins=torch.arange(W, 2 * W, device=device).expand(B, -1),
+        tokens=torch.full_like(ends.keys, blank),
+        frames=lengths[:, None].expand(-1, W),
+        moves=torch.zeros_like(ends.keys),
+        token_scores=torch.zeros_like(ends.best),
+    )
+    found = merge(Extensions(*(torch.cat(x, 1) for x in zip(found, complete, strict=True))))
+    is_end = found.frames == lengths[:, None]
+    new_ends, _ = next_beam(hypotheses, found, is_end, W)
+    # But for boosts, a hypothesis only loses, and cannot overtake the W best complete ones.
+    is_open = ~is_end & ~(found.scores < new_ends.scores[:, -1:])
+    new_beam, arcs = next_beam(hypotheses, found, is_open, W)
+    exists, origins = new_beam.scores != -torch.inf, arcs.origins.clamp(max=W - 1)
+    emits = exists & (arcs.tokens != blank)
+    lane = torch.arange(W, device=device)
+    # Steps after the end of a sequence have no room of their own, and write what nobody reads.
+    room = (progress.step[:, None] * W).clamp(max=progress.known.shape[1] - 1 - W)
+    steps = beam.frames.gather(1, origins)
+    event = Event(new_beam.events, arcs.tokens, steps, arcs.moves, arcs.token_scores)
+    for field, value in zip(progress.events, event, strict=True):
+        field.scatter_(1, room + lane, value)
+    nodes = nodes_of(progress.known, new_beam.keys, emits, 1 + room[:, 0])
+    new_beam = new_beam._replace(
+        nodes=torch.where(emits, nodes, new_beam.nodes),
+        events=torch.where(emits, room + lane, new_beam.events),
+    )
+    rows = (torch.arange(B, device=device)[:, None] * W + origins).flatten()
+    if models:
+        after = tuple(x[rows, arcs.tokens.flatten()] for x in following)
+        taken = take_rows(rows, model_states)
+        write_rows(emits.flatten(), leaves_of(after, taken))
+        for old, new in zip(model_states, taken, strict=True):
+            old.copy_(new)
+    for old, *new in zip(hypotheses, new_beam, new_ends, strict=True):
+        old.copy_(torch.cat(new, 1))
+    progress.step.add_(1)
+    progress.is_open.copy_(exists.any(1))
+    progress.rows.copy_(rows)
+    progress.tokens.copy_(arcs.tokens.flatten())
+    progress.emits.copy_(emits.flatten())
+    progress.frames.copy_(shown_frames(encoder, new_beam.frames, lengths))
 
 
 def beam_search(
@@ -215,101 +309,71 @@ def beam_search(
     beam_width: int,
     nbest: int,
     length_normalize: bool,
+    graphs: bool,
 ) -> TransducerHypotheses:
     """Return the hypotheses of checked arguments, with at least one sequence and one frame."""
-    B, T, _ = encoder.shape
-    device, blank, S, W = encoder.device, network.blank, max_tokens, beam_width
+    (B, T, _), device, S, W = encoder.shape, encoder.device, max_tokens, beam_width
     valid = (lengths >= 0) & (lengths <= T)
     lengths = torch.where(valid, lengths, 0)
-    output, predictor = network.first(B * W, device)
+    dims = (0, network.state_dims)
+    current = own_copy(network.first(B * W, device), dims)
     model_states = tuple(x.repeat_interleave(W, 0) for x in models.start(B))
     of_labels = network.durations or (0,)
     of_blanks = tuple(d or -1 for d in network.durations or (1,))  # none has the duration 0
     moves = constant(table, of_blanks, of_labels, device=device)
-    nothing, first = no_beam(lengths, W), torch.arange(W, device=device) == 0
-    has_frames = (lengths > 0)[:, None]
+    # Each arc moves on by a frame or adds a token, so that no hypothesis takes more than T + S.
+    progress = start(encoder, lengths, W, T + S, network.blank)
+    options, dtype = (network.blank, max_symbols_per_step, S), acc_dtype(encoder.dtype)
+    has_kernels = resolve(current_backend(), device, has_cpu=False) == "gpu"
+    if has_kernels:
+        from .gpu import launch_transducer as kernels
 
-    def root(mask: Tensor) -> Beam:
-        score = torch.where(mask & first, 0.0, nothing.scores)
-        return nothing._replace(scores=score, best=score)
+    def one_round() -> None:
+        nonlocal dtype
+        logits = network.join(progress.frames, current[0])
+        dtype = acc_dtype(logits.dtype)
+        given = (encoder, lengths, moves)
+        if has_kernels and not models and W <= WIDEST:
+            number = len(network.durations or ())
+            kernels.advance_beam(logits, *given, number, progress, *options)
+        else:
+            advance(network.scores(logits), *given, progress, models, model_states, *options)
+        take = kernels.take_rows if has_kernels else take_rows
+        taken = take(progress.rows, current, dims)
+        leaves = leaves_of(network.predict(progress.tokens, taken[1]), taken, dims)
+        targets = [leaf.old for leaf in leaves_of(taken, current, dims)]
+        (kernels.merge_rows if has_kernels else merge_rows)(progress.emits, leaves, targets)
 
-    beam, ends = root(has_frames), root(~has_frames)  # ends are the complete hypotheses
-    known = lengths.new_full((B, 1 + (T + S) * W), -2)  # the keys of the nodes
-    known[:, 0] = -1
-    events: list[Event] = []
-    sequence = torch.arange(B, device=device)[:, None]
-    dtype, every = acc_dtype(encoder.dtype), STEPS_BETWEEN_CHECKS if device.type != "cpu" else 1
-
-    for step in range(T + S):
-        if step % every == 0 and not bool((beam.scores != -torch.inf).any()):
-            break
-        shown = torch.minimum(beam.frames, lengths[:, None] - 1).clamp_(min=0)
-        scores = network.join(encoder[sequence, shown].flatten(0, 1)[:, None], output)
-        dtype, V = acc_dtype(scores.tokens.dtype), scores.tokens.shape[2]
-        log_probs = scores.tokens.log_softmax(-1).double().view(B, W, V)
-        log_durations = log_probs.new_zeros(B, W, 1)
-        if scores.durations is not None:
-            log_durations = scores.durations.log_softmax(-1).double().view(B, W, -1)
-        ranks, ending, following = log_probs.clone(), torch.zeros_like(beam.scores), model_states
-        if models:
-            added, following = models.advance(model_states, V)
-            ranks, ending = ranks + added.view(B, W, V), models.final(model_states).view(B, W)
-        full = (beam.counts >= S) | (beam.symbols >= max_symbols_per_step)
-        ranks = ranks.masked_fill(full[..., None], -torch.inf)
-        ranks[..., blank] = -torch.inf
-        found = extensions_of(beam, log_probs, ranks, log_durations, moves, ending, lengths, blank)
-
-        # Complete hypotheses take no arc, and merge with those that become complete.
-        hypotheses = Beam(*(torch.cat(each, 1) for each in zip(beam, ends, strict=True)))
-        complete = Extensions(
-            scores=ends.scores,
-            best=ends.best,
-            keys=ends.keys,
-            origins=torch.arange(W, 2 * W, device=device).expand(B, -1),
-            tokens=torch.full_like(ends.keys, blank),
-            frames=lengths[:, None].expand(-1, W),
-            moves=torch.zeros_like(ends.keys),
-            token_scores=torch.zeros_like(ends.best),
-        )
-        found = merge(Extensions(*(torch.cat(x, 1) for x in zip(found, complete, strict=True))))
-        is_end = found.frames == lengths[:, None]
-        ends, _ = next_beam(hypotheses, found, is_end, W)
-        # But for boosts, a hypothesis only loses, and cannot overtake the W best complete ones.
-        is_open = ~is_end & ~(found.scores < ends.scores[:, -1:])
-        beam_before, (beam, arcs) = beam, next_beam(hypotheses, found, is_open, W)
-        exists, origins = beam.scores != -torch.inf, arcs.origins.clamp(max=W - 1)
-        emits = exists & (arcs.tokens != blank)
-        steps = beam_before.frames.gather(1, origins)
-        events.append(Event(beam.events, arcs.tokens, steps, arcs.moves, arcs.token_scores))
-        nodes = nodes_of(known, beam.keys, emits, 1 + step * W)
-        beam = beam._replace(
-            nodes=torch.where(emits, nodes, beam.nodes),
-            events=torch.where(emits, step * W + torch.arange(W, device=device), beam.events),
-        )
-        rows, tokens, new = (
-            (sequence * W + origins).flatten(),
-            arcs.tokens.flatten(),
-            emits.flatten(),
-        )
-        output, predictor = take_rows(rows, output), take_rows(rows, predictor, network.state_dims)
-        next_output, next_state = network.predict(tokens, predictor)
-        output = select_rows(new, next_output, output)
-        predictor = select_rows(new, next_state, predictor, network.state_dims)
-        after = tuple(x[rows, tokens] for x in following) if models else ()
-        model_states = select_rows(new, after, take_rows(rows, model_states))
-
+    repeat(one_round, progress.is_open, T + S, graphs, network.predictor)
+    ends = Beam(*(x[:, W:] for x in progress.hypotheses()))
     if length_normalize:
         ends = ends._replace(scores=ends.scores / ends.counts.clamp(min=1))
     ends = Beam(*take(ends, best_first(ends.scores, nbest)[1]))
-    return _traced(ends, events, valid, S, dtype)
+    traces = kernels.trace if has_kernels else trace
+    return _traced(ends, progress.events, valid, S, dtype, traces)
+
+
+def trace(
+    ends: tuple[Tensor, Tensor], events: tuple[Tensor, ...], written: tuple[Tensor, ...]
+) -> None:
+    """Write the labels of hypotheses `[B, nbest]`, which end in these events and are so many."""
+    event, lengths = ends
+    place, S = lengths - 1, written[0].shape[2] - 1
+    for _ in range(int(lengths.max())):
+        column = torch.where(place >= 0, place, S)[..., None]
+        event_before, *emitted = take(events, event.clamp(min=0))
+        for field, value in zip(written, emitted, strict=True):
+            field.scatter_(2, column, value[..., None])
+        place, event = place - 1, event_before
 
 
 def _traced(
     ends: Beam,
-    events: list[Event],
+    events: Event,
     valid: Tensor,
     S: int,
     dtype: torch.dtype,
+    write: Callable[..., None],
 ) -> TransducerHypotheses:
     """Return complete hypotheses with their tokens, by the events from their ends on."""
     exists = (ends.scores != -torch.inf) & valid[:, None]
@@ -318,15 +382,7 @@ def _traced(
     tokens, steps = (lengths.new_full((*lengths.shape, S + 1), -1) for _ in range(2))
     durations = torch.zeros_like(tokens)
     token_scores = torch.zeros_like(tokens, dtype=ends.scores.dtype)
-    if events:
-        every = Event(*(torch.stack(each, 1).flatten(1) for each in zip(*events, strict=True)))
-        place, event = lengths - 1, ends.events.clamp(min=0)
-        for _ in range(int(lengths.max())):
-            column = torch.where(place >= 0, place, S)[..., None]
-            event_before, *emitted = take(every, event)
-            for field, value in zip((tokens, steps, durations, token_scores), emitted, strict=True):
-                field.scatter_(2, column, value[..., None])
-            place, event = place - 1, event_before.clamp(min=0)
+    write((ends.events, lengths), events, (tokens, steps, durations, token_scores))
     scores = torch.where(valid[:, None], ends.scores, torch.nan)
     return TransducerHypotheses(
         tokens=tokens[..., :S],

@@ -15,7 +15,7 @@ from .phrase_boost import PhraseBoost
 Predict = Callable[[Tensor, Any], tuple[Tensor, Any]]
 Join = Callable[[Tensor, Tensor], Tensor]
 
-STEPS_BETWEEN_CHECKS = 10  # of a search on a GPU, after which the host asks whether it has ended
+CANDIDATES = 4  # for each place of the beam, the extensions among which equal ones are looked for
 
 
 class TransducerState(NamedTuple):
@@ -61,6 +61,110 @@ class TransducerHypotheses(NamedTuple):
     state: Any
 
 
+class Walk(NamedTuple):
+    """How far a greedy search of B sequences is. Each round writes over it.
+
+    Fields:
+        t: `[B]` int64, the frame.
+        counts: `[B]` int64, the number of tokens.
+        symbols: `[B]` int64, the number of labels on the frame.
+        total: `[B]` fp64, the score.
+        is_open: `[B]` bool, whether the sequence goes on.
+        emits: `[B]` bool, whether the round has found a label.
+        token: `[B]` int64, which the predictor reads next; the blank where there is no label.
+        frames: `[B, K, D]`, which the joint network sees next.
+    """
+
+    t: Tensor
+    counts: Tensor
+    symbols: Tensor
+    total: Tensor
+    is_open: Tensor
+    emits: Tensor
+    token: Tensor
+    frames: Tensor
+
+
+class Written(NamedTuple):
+    """What a greedy search has found, `[B, S + 1]`; the last column is no result.
+
+    Fields:
+        tokens, steps, durations: int64.
+        token_scores: fp64.
+    """
+
+    tokens: Tensor
+    steps: Tensor
+    durations: Tensor
+    token_scores: Tensor
+
+
+class Beam(NamedTuple):
+    """Hypotheses of each sequence, each field `[B, W]`.
+
+    Fields:
+        nodes, keys: the tokens, as a node of the trie and by its key; -1 is that of no tokens.
+        frames: the frame that each has reached.
+        counts: the number of tokens.
+        symbols: the number of labels on the frame.
+        events: the last event of the most probable alignment, -1 for none.
+        scores: what they are ranked by, -inf where there is none.
+        best: the score of the most probable alignment.
+    """
+
+    nodes: Tensor
+    keys: Tensor
+    frames: Tensor
+    counts: Tensor
+    symbols: Tensor
+    events: Tensor
+    scores: Tensor
+    best: Tensor
+
+
+class Event(NamedTuple):
+    """The labels that hypotheses have emitted, each field `[B, number of steps * W]`."""
+
+    before: Tensor  # the event before, -1 for none
+    tokens: Tensor
+    steps: Tensor
+    durations: Tensor
+    token_scores: Tensor
+
+
+class Progress(NamedTuple):
+    """How far a beam search of B sequences is. Each round writes over it.
+
+    Fields:
+        integers: `[B, 6, 2 W]` int64, and
+        numbers: `[B, 2, 2 W]` fp64: the fields of `Beam`, of hypotheses that go on and of complete
+            ones.
+        known: `[B, 1 + number of steps * W]` int64, the keys of the nodes; -2 for none.
+        events: `Event`, W of each step.
+        step: `[B]` int64.
+        is_open: `[B]` bool, whether the sequence goes on.
+        rows: `[B * W]` int64, the hypothesis, of all sequences, that each goes on from.
+        tokens: `[B * W]` int64, which the predictor reads next.
+        emits: `[B * W]` bool, whether that is a label.
+        frames: `[B * W, 1, D]`, which the joint network sees next.
+    """
+
+    integers: Tensor
+    numbers: Tensor
+    known: Tensor
+    events: Event
+    step: Tensor
+    is_open: Tensor
+    rows: Tensor
+    tokens: Tensor
+    emits: Tensor
+    frames: Tensor
+
+    def hypotheses(self) -> Beam:
+        """Return those that go on, and the complete ones, as views."""
+        return Beam(*self.integers.unbind(1), *self.numbers.unbind(1))
+
+
 class NodeScores(NamedTuple):
     """The logits that the joint network returns for R nodes, or for K frames at each.
 
@@ -96,13 +200,51 @@ def map_leaves(function: Callable[..., Tensor], dims: Any, *states: Any) -> Any:
     )
 
 
-def select_rows(mask: Tensor, new: Any, old: Any, dims: Any = 0) -> Any:
-    """Return a state with the rows of the new one where the mask `[R]` says so."""
+class Leaf(NamedTuple):
+    """A tensor of a predictor's state, with its rows in dimension `dim`."""
 
-    def select(dim: int, a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(mask.view([-1 if i == dim else 1 for i in range(a.ndim)]), a, b)
+    dim: int
+    new: Tensor
+    old: Tensor
 
-    return map_leaves(select, dims, new, old)
+
+def leaves_of(new: Any, old: Any, dims: Any = 0) -> list[Leaf]:
+    """Return the tensors of a new state beside those of the old one, which have equal shapes."""
+    found: list[Leaf] = []
+
+    def add(dim: int, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(
+                "predict: expected a state whose tensors have the same shapes and dtypes after each"
+                f" label, got {list(a.shape)} {a.dtype} after {list(b.shape)} {b.dtype}"
+            )
+        found.append(Leaf(dim, a, b))
+        return a
+
+    map_leaves(add, dims, new, old)
+    return found
+
+
+def write_rows(mask: Tensor, leaves: Sequence[Leaf]) -> None:
+    """Write the rows of the new tensors over those of the old ones where the mask `[R]` says so."""
+    selected = [
+        torch.where(mask.view([-1 if i == dim else 1 for i in range(new.ndim)]), new, old)
+        for dim, new, old in leaves
+    ]
+    for leaf, tensor in zip(leaves, selected, strict=True):
+        leaf.old.copy_(tensor)
+
+
+def merge_rows(mask: Tensor, leaves: Sequence[Leaf], targets: Sequence[Tensor]) -> None:
+    """Write the rows of the new tensors where the mask `[R]` says so, and those of the old ones."""
+    write_rows(mask, leaves)
+    for leaf, target in zip(leaves, targets, strict=True):
+        target.copy_(leaf.old)
+
+
+def own_copy(state: Any, dims: Any = 0) -> Any:
+    """Return a state in memory of its own, which may be written to."""
+    return map_leaves(lambda dim, x: x.clone(memory_format=torch.contiguous_format), dims, state)
 
 
 def take_rows(rows: Tensor, state: Any, dims: Any = 0) -> Any:
@@ -121,12 +263,12 @@ class Network:
         durations: tuple[int, ...] | None,
         state_dims: Any,
     ) -> None:
-        self._predict, self._join = predict, join
+        self.predictor, self._join = predict, join
         self.blank, self.durations, self.state_dims = blank, durations, state_dims
 
     def predict(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the output `[R, P]` of the predictor after tokens `[R]`, and its state."""
-        found = self._predict(tokens, state)
+        found = self.predictor(tokens, state)
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
             raise TypeError(f"predict: expected a pair (output, state), got {type(found).__name__}")
         output, state = found
@@ -147,8 +289,8 @@ class Network:
 
         return output, map_leaves(check, self.state_dims, state)
 
-    def join(self, frames: Tensor, output: Tensor) -> NodeScores:
-        """Return the scores of K frames `[R, K, D]` after outputs of the predictor `[R, P]`."""
+    def join(self, frames: Tensor, output: Tensor) -> Tensor:
+        """Return the logits of K frames `[R, K, D]` after outputs of the predictor `[R, P]`."""
         logits = self._join(frames, output[:, None])
         checks.floating("join", logits)
         K, least = len(self.durations or ()), self.blank + 1
@@ -158,11 +300,14 @@ class Network:
                 f"{' + number of durations' if K else ''}] with [B, K] = {list(frames.shape[:2])}"
                 f" and V > blank = {self.blank}, got {list(logits.shape)}"
             )
+        return logits
+
+    def scores(self, logits: Tensor) -> NodeScores:
+        """Return logits of the joint network as those of tokens and durations, fp32 at least."""
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        if not K:
-            return NodeScores(logits, None)
-        return NodeScores(logits[..., :-K], logits[..., -K:])
+        K = len(self.durations or ())
+        return NodeScores(logits[..., :-K], logits[..., -K:]) if K else NodeScores(logits, None)
 
     def first(self, B: int, device: torch.device) -> tuple[Tensor, Any]:
         """Return the output and the state of the predictor before the first label."""

@@ -5,6 +5,8 @@ joint network sees the next frames of a sequence at once, all with the same outp
 because a blank does not change it. Of the frames up to the first label, those that the path visits
 are found by pointer doubling. Then the predictor reads the labels that were found, and sequences
 without a label keep their state.
+
+All that a round changes is in memory that stays where it is, so that a CUDA graph can repeat it.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...runtime.backend import current_backend, resolve
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from .transducer_common import (
-    STEPS_BETWEEN_CHECKS,
     LabelModels,
     Network,
     NodeScores,
     TransducerHypotheses,
     TransducerState,
-    select_rows,
+    Walk,
+    Written,
+    leaves_of,
+    own_copy,
     table,
+    write_rows,
 )
+from .transducer_rounds import repeat
 
 FRAMES_AT_ONCE = 8  # that the joint network sees; a power of two
 
@@ -81,6 +88,80 @@ def walk_blanks(stops: Tensor, moves: Tensor, scores: Tensor, longest: int) -> t
     return ahead[:, 0], gains[:, 0]
 
 
+def shown_frames(encoder: Tensor, t: Tensor, lengths: Tensor) -> Tensor:
+    """Return the frames from t on that the joint network sees, `[B, K, D]`.
+
+    A frame past the length may hold anything and is never read where there is another one.
+    """
+    places = t[:, None] + torch.arange(FRAMES_AT_ONCE, device=t.device)
+    shown = torch.minimum(places, lengths[:, None] - 1).clamp_(min=0)
+    return encoder[torch.arange(len(t), device=t.device)[:, None], shown]
+
+
+def advance(
+    scores: NodeScores,
+    encoder: Tensor,
+    lengths: Tensor,
+    durations: Tensor,
+    longest: int,
+    walk: Walk,
+    written: Written,
+    models: LabelModels,
+    model_states: tuple[Tensor, ...],
+    blank: int,
+    max_symbols_per_step: int,
+) -> None:
+    """Move each sequence on past its next label, and write the label.
+
+    Args:
+        scores: those of the frames `walk.frames`.
+        encoder: `[B, T, D]`.
+        lengths: `[B]`.
+        durations: `[number of durations]`; a 0 for RNN-T.
+        longest: the greatest duration.
+        walk, written, model_states: what is written to.
+        models: the language model and boosted phrases.
+        blank, max_symbols_per_step: as in `rnnt_greedy_search`.
+    """
+    t, symbols, K, S = walk.t, walk.symbols, FRAMES_AT_ONCE, written.tokens.shape[1] - 1
+    rows = torch.arange(len(t), device=t.device)
+    found = best_frames(scores, durations, blank)
+    places = t[:, None] + torch.arange(K, device=t.device)
+    stops = (found.tokens != blank) | (places >= lengths[:, None])
+    of_blank = found.token_scores + found.duration_scores
+    at, gain = walk_blanks(stops, found.moves, of_blank, longest)
+    symbols = torch.where(at > 0, 0, symbols)
+    t, total = t + at, walk.total + gain
+    emits = (at < K) & (t < lengths)
+    column = at.clamp(max=K - 1)
+    token, move, token_score, duration_score = (x[rows, column] for x in found)
+    rank = token_score
+    if models:
+        log_probs = scores.tokens[rows, column].log_softmax(-1).double()
+        added, following = models.advance(model_states, log_probs.shape[-1])
+        ranks = log_probs + added
+        ranks[:, blank] = -torch.inf
+        # Where no label is possible, the network's own stays, whose score is -inf.
+        rank, best = ranks.max(-1)
+        token = torch.where(rank == -torch.inf, token, best)
+        token_score, rank = log_probs[rows, token], ranks[rows, token]
+        write_rows(emits, leaves_of(tuple(x[rows, token] for x in following), model_states))
+    total = total + torch.where(emits, rank + duration_score, 0.0)
+    place = torch.where(emits, walk.counts, S)
+    emitted = (token, t, move, token_score + duration_score)
+    for field, value in zip(written, emitted, strict=True):
+        field[rows, place] = value
+    count, symbols = walk.counts + emits, symbols + emits
+    move = torch.where((move == 0) & (symbols >= max_symbols_per_step), 1, move)
+    t = torch.where(emits, t + move, t)
+    symbols = torch.where(emits & (move > 0), 0, symbols)
+    t = torch.where(count >= S, torch.maximum(t, lengths), t)
+    token, frames = torch.where(emits, token, blank), shown_frames(encoder, t, lengths)
+    after = Walk(t, count, symbols, total, t < lengths, emits, token, frames)
+    for old, new in zip(walk, after, strict=True):
+        old.copy_(new)
+
+
 def greedy_search(
     encoder: Tensor,
     lengths: Tensor,
@@ -89,10 +170,10 @@ def greedy_search(
     max_symbols_per_step: int,
     max_tokens: int,
     state: TransducerState | None,
+    graphs: bool,
 ) -> TransducerHypotheses:
     """Return the hypotheses of checked arguments, with at least one sequence and one frame."""
-    B, T, _ = encoder.shape
-    device, blank, S, K = encoder.device, network.blank, max_tokens, FRAMES_AT_ONCE
+    (B, T, _), S, device = encoder.shape, max_tokens, encoder.device
     valid = (lengths >= 0) & (lengths <= T)
     lengths = torch.where(valid, lengths, 0)
     if state is None:
@@ -100,69 +181,51 @@ def greedy_search(
         t, model_states = lengths.new_zeros(B), models.start(B)
     else:
         output, predictor, t, model_states = state
-    durations = constant(table, *(network.durations or (0,)), device=device)
-    longest = max(network.durations or (1,))
-    rows = torch.arange(B, device=device)
-    window = torch.arange(K, device=device)
+    t, model_states, dims = t.clone(), own_copy(model_states), (0, network.state_dims)
+    output, predictor = own_copy((output, predictor), dims)
+    zeros = torch.zeros_like(t)
+    walk = Walk(
+        t=t,
+        counts=zeros,
+        symbols=zeros.clone(),
+        total=zeros.double(),
+        is_open=t < lengths,
+        emits=torch.zeros_like(valid),
+        token=zeros.clone(),
+        frames=shown_frames(encoder, t, lengths),
+    )
     # Past the last token is a column for what is no token.
-    tokens, steps = (lengths.new_full((B, S + 1), -1) for _ in range(2))
-    token_durations = lengths.new_zeros(B, S + 1)
-    token_scores = encoder.new_zeros(B, S + 1, dtype=torch.float64)
-    count, symbols = lengths.new_zeros(B), lengths.new_zeros(B)
-    total = token_scores.new_zeros(B)
+    tokens = lengths.new_full((B, S + 1), -1)
+    none = torch.zeros_like(tokens)
+    written = Written(tokens, tokens.clone(), none, none.double())
+    durations = constant(table, *(network.durations or (0,)), device=device)
+    longest, options = max(network.durations or (1,)), (network.blank, max_symbols_per_step)
+    has_kernels = resolve(current_backend(), device, has_cpu=False) == "gpu"
+    if has_kernels:
+        from .gpu import launch_transducer as kernels
     dtype = acc_dtype(encoder.dtype)
-    every = STEPS_BETWEEN_CHECKS if device.type != "cpu" else 1
 
-    round_ = 0
-    while round_ % every or bool((t < lengths).any()):
-        round_ += 1
-        places = t[:, None] + window
-        # A frame past the length may hold anything and is never read where there is another one.
-        shown = torch.minimum(places, lengths[:, None] - 1).clamp_(min=0)
-        scores = network.join(encoder[rows[:, None], shown], output)
-        dtype = acc_dtype(scores.tokens.dtype)
-        found = best_frames(scores, durations, blank)
-        stops = (found.tokens != blank) | (places >= lengths[:, None])
-        of_blank = found.token_scores + found.duration_scores
-        at, gain = walk_blanks(stops, found.moves, of_blank, longest)
-        symbols = torch.where(at > 0, 0, symbols)
-        t, total = t + at, total + gain
-        emits = (at < K) & (t < lengths)
-        column = at.clamp(max=K - 1)
-        token, move, token_score, duration_score = (x[rows, column] for x in found)
-        rank = token_score
-        if models:
-            log_probs = scores.tokens[rows, column].log_softmax(-1).double()
-            added, following = models.advance(model_states, log_probs.shape[-1])
-            ranks = log_probs + added
-            ranks[:, blank] = -torch.inf
-            # Where no label is possible, the network's own stays, whose score is -inf.
-            rank, best = ranks.max(-1)
-            token = torch.where(rank == -torch.inf, token, best)
-            token_score, rank = log_probs[rows, token], ranks[rows, token]
-            after = tuple(x[rows, token] for x in following)
-            model_states = select_rows(emits, after, model_states)
-        total = total + torch.where(emits, rank + duration_score, 0.0)
-        place = torch.where(emits, count, S)
-        tokens[rows, place] = token
-        steps[rows, place] = t
-        token_durations[rows, place] = move
-        token_scores[rows, place] = token_score + duration_score
-        count = count + emits
-        symbols = symbols + emits
-        move = torch.where((move == 0) & (symbols >= max_symbols_per_step), 1, move)
-        t = torch.where(emits, t + move, t)
-        symbols = torch.where(emits & (move > 0), 0, symbols)
-        t = torch.where(count >= S, torch.maximum(t, lengths), t)
-        next_output, next_state = network.predict(torch.where(emits, token, blank), predictor)
-        output = select_rows(emits, next_output, output)
-        predictor = select_rows(emits, next_state, predictor, network.state_dims)
+    def one_round() -> None:
+        nonlocal dtype
+        logits = network.join(walk.frames, output)
+        dtype = acc_dtype(logits.dtype)
+        given = (encoder, lengths, durations)
+        if has_kernels and not models:
+            number = len(network.durations or ())
+            kernels.advance(logits, *given, number, walk, written, *options)
+        else:
+            scores, own = network.scores(logits), (models, model_states)
+            advance(scores, *given, longest, walk, written, *own, *options)
+        leaves = leaves_of(network.predict(walk.token, predictor), (output, predictor), dims)
+        (kernels.write_rows if has_kernels else write_rows)(walk.emits, leaves)
+
+    repeat(one_round, walk.is_open, T + S, graphs, network.predictor)
     return TransducerHypotheses(
         tokens=tokens[:, None, :S],
-        lengths=count[:, None],
-        scores=torch.where(valid, total, torch.nan).to(dtype)[:, None],
-        steps=steps[:, None, :S],
-        durations=token_durations[:, None, :S],
-        token_scores=token_scores[:, None, :S].to(dtype),
-        state=TransducerState(output, predictor, (t - lengths).clamp(min=0), model_states),
+        lengths=walk.counts[:, None],
+        scores=torch.where(valid, walk.total, torch.nan).to(dtype)[:, None],
+        steps=written.steps[:, None, :S],
+        durations=written.durations[:, None, :S],
+        token_scores=written.token_scores[:, None, :S].to(dtype),
+        state=TransducerState(output, predictor, (walk.t - lengths).clamp(min=0), model_states),
     )
