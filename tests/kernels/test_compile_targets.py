@@ -59,7 +59,7 @@ SPILLED = {
     # kinds of arcs, it spills most where rows of 16-bit logits are read by words.
     "rnnt_overlap_kernel": 64,
     # The pairs of the candidates of a beam of 8, in fp64; a beam of 4 spills nothing.
-    "transducer_beam_kernel": 1024,
+    "transducer_beam_kernel": 1400,
     # Around the loops over a row and in the loop over its reads: with 64 registers, more programs
     # load at the same time. The loops over blocks spill nothing.
     "truncated_stats_kernel": 144,

@@ -89,7 +89,7 @@ def test_of_equal_classes_the_lowest_is_taken(
 @kernel_devices
 @pytest.mark.parametrize("function", [rnnt_greedy_search, rnnt_beam_search])
 def test_nan_stays_in_its_sequence(function: Callable[..., Any], device: str) -> None:
-    network = transducer(Stateless, (5, 6, 4), TDT)
+    network = transducer(Recurrent, (5, 6, 4), TDT)
     network.encoder[1, 2:] = torch.nan
     found = compare(network, function, device, rows=[0, 2], max_tokens=6)
     assert found.scores[1].isnan().all()
@@ -127,7 +127,7 @@ def test_beam_search(width: int, durations: tuple[int, ...] | None, device: str)
 @kernel_devices
 def test_beam_search_over_few_classes(device: str) -> None:
     """The beam is wider than there are labels, and blanks complete hypotheses of one frame."""
-    network = transducer(Shifted, (3, 1), classes=3, dtype=torch.float64)
+    network = transducer(Recurrent, (3, 1), classes=3, dtype=torch.float64)
     compare(network, rnnt_beam_search, device, beam_width=5, nbest=5, max_tokens=3)
 
 
