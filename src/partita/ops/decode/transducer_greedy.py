@@ -99,7 +99,7 @@ def greedy_search(
         output, predictor = network.first(B, device)
         t, model_states = lengths.new_zeros(B), models.start(B)
     else:
-        output, predictor, t, model_states = state
+        output, predictor, t, model_states = state[:4]
     durations = constant(table, *(network.durations or (0,)), device=device)
     longest = max(network.durations or (1,))
     rows = torch.arange(B, device=device)
