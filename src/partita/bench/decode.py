@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -215,9 +215,8 @@ def flashlight_text() -> Decoder:
     """Return its beam search over the words of a lexicon, with a model that kenlm reads."""
     text = "flashlight.lib.text"
     names = ("CriterionType", "LexiconDecoder", "LexiconDecoderOptions", "SmearingMode", "Trie")
-    Criterion, LexiconDecoder, Options, Smearing, Trie = (
-        load(f"{text}.decoder", name)() for name in names
-    )
+    decoder: list[Any] = [load(f"{text}.decoder", name)() for name in names]
+    Criterion, LexiconDecoder, Options, Smearing, Trie = decoder
     KenLM = load(f"{text}.decoder.kenlm", "KenLM")()
     Dictionary = load(f"{text}.dictionary", "Dictionary")()
 
@@ -305,7 +304,7 @@ def text_search(with_model: bool) -> Decoder:
         if not with_model:
             boost = PhraseBoost([f" {word} " for word in inputs.boosted], inputs.labels, WEIGHT)
             return CTCDecoder(inputs.labels), inputs.scores, boost
-        weights = {"alpha": ALPHA, "beta": BETA, "unk_score_offset": UNKNOWN}
+        weights: dict[str, Any] = {"alpha": ALPHA, "beta": BETA, "unk_score_offset": UNKNOWN}
         decoder = CTCDecoder(inputs.labels, language_model=inputs.model, **weights)
         return decoder, inputs.scores, None
 
@@ -362,7 +361,7 @@ class DecodeCase(SequencesCase):
     beam_width: int
 
     dimensions = ("steps", "sequences", "classes")
-    sizes = (*dimensions, "beam_width")
+    sizes: ClassVar[tuple[str, ...]] = (*dimensions, "beam_width")
     scores = "scores"
     unit = "nats"
 
@@ -370,7 +369,7 @@ class DecodeCase(SequencesCase):
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:
         """Return the log-probability of tokens, summed over all alignments, for `[T, 1, ...]`."""
 
-    def standard(self, inputs: DecodeInputs) -> Truth:
+    def standard(self, inputs: Any) -> Truth:
         sequences = sorted({*range(min(self.sequences, SEQUENCES_JUDGED - 1)), self.sequences - 1})
         some = inputs._replace(scores=inputs.scores[:, sequences].double())
         with backend("reference"):
@@ -405,7 +404,7 @@ class DecodeCase(SequencesCase):
 class Beam(DecodeCase):
     """Prefix beam search over the log-probabilities of classes."""
 
-    def inputs(self, buffers: Buffers) -> DecodeInputs:
+    def inputs(self, buffers: Buffers) -> Any:
         logits = buffers.normal("scores", self.shape, self.dtype)
         return DecodeInputs((2 * logits).log_softmax(-1), self.beam_width)
 
