@@ -215,12 +215,12 @@ def flashlight_text() -> Decoder:
     """Return its beam search over the words of a lexicon, with a model that kenlm reads."""
     text = "flashlight.lib.text"
     names = ("CriterionType", "LexiconDecoder", "LexiconDecoderOptions", "SmearingMode", "Trie")
-    decoder: list[Any] = [load(f"{text}.decoder", name)() for name in names]
-    Criterion, LexiconDecoder, Options, Smearing, Trie = decoder
+    classes: list[Any] = [load(f"{text}.decoder", name)() for name in names]
+    Criterion, LexiconDecoder, Options, Smearing, Trie = classes
     KenLM = load(f"{text}.decoder.kenlm", "KenLM")()
     Dictionary = load(f"{text}.dictionary", "Dictionary")()
 
-    def prepare(inputs: TextInputs) -> tuple[Any, Any, list[Any]]:
+    def prepare(inputs: TextInputs) -> tuple[Any, ...]:
         places = {label: place for place, label in enumerate(inputs.labels)}
         known = Dictionary([*inputs.words, "<unk>"])
         model = KenLM(str(inputs.path), known)
@@ -243,10 +243,10 @@ def flashlight_text() -> Decoder:
         )
         unknown = known.get_index("<unk>")
         decoder = LexiconDecoder(options, trie, model, SPACE, 0, unknown, [], False)
-        return decoder, known, arrays(inputs.scores)
+        return decoder, known, arrays(inputs.scores), model  # which the decoder does not own
 
     def search(prepared_inputs: Any, beam_width: int) -> list[str]:
-        decoder, known, sequences = prepared_inputs
+        decoder, known, sequences, _ = prepared_inputs
         found = (decoder.decode(x.ctypes.data, *x.shape)[0].words for x in sequences)
         return [" ".join(known.get_entry(i) for i in words if i >= 0) for words in found]
 
