@@ -118,7 +118,7 @@ PARTS = (
     ),
     bench(
         "decode_cpu",
-        "decode --device cpu --peers fast-ctc-decode,pyctcdecode",
+        "decode --device cpu --peers fast-ctc-decode,pyctcdecode,flashlight-text",
         60,
         ["decode --device cpu --quick --peers ''"],
     ),

@@ -34,7 +34,8 @@ CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,open-clip,koi,seqdist,"
-    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode,kenlm,hmmlearn"
+    "torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode,"
+    "flashlight-text,kenlm,hmmlearn"
 )
 TINY = "--elements 2048 --columns 16,33 --repetitions 2"
 SOFTMAX = f"softmax {TINY} --no-sweep --device cpu"

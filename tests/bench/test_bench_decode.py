@@ -1,5 +1,8 @@
 """The benchmark of decoding: verdicts, sizes, and the calls of the peers."""
 
+import ctypes
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +14,13 @@ import partita
 from partita.bench import decode
 from partita.bench.case import Buffers
 from partita.bench.providers import PARTITA
+from partita.integrations.pyctcdecode import build_ctcdecoder
 
 GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
 BEAM = decode.Beam("ctc_beam", torch.float32, 12, 2, 5, 4)
 VITERBI = decode.CrfCase("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
+MODEL = decode.Text("ctc_decoder_lm", torch.float32, 60, 3, 8, 8, 20)
+BOOST = decode.Text("ctc_decoder_boost", torch.float32, 60, 3, 8, 8, 20)
 CRF_BEAM = decode.CrfCase("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
 
 
@@ -52,6 +58,101 @@ def test_tokens_that_are_less_probable_are_found() -> None:
     assert row.timing is None and "nats" in row.note
     (row,) = run_as("fast-ctc-decode", BEAM, shorter)
     assert row.timing is not None and row.error > 0.01
+
+
+def test_ours_finds_what_was_written() -> None:
+    rows = run([MODEL, BOOST], PARTITA)
+    assert all(row.timing and row.error <= 0 for row in rows) and len(rows) == 2
+
+
+@pytest.mark.parametrize("case", [MODEL, BOOST], ids=lambda case: case.op)
+def test_texts_are_judged_with_model_and_boost(case: decode.Text) -> None:
+    """What a text adds is that of the decoder, and a word less is seen."""
+    inputs = case.inputs(Buffers(CPU.device))
+    with_model = case is MODEL
+    boost = partita.PhraseBoost([f" {word} " for word in inputs.boosted], inputs.labels, 5.0)
+    decoder = partita.CTCDecoder(inputs.labels, language_model=inputs.model if with_model else None)
+    found = decoder(inputs.scores, boost=None if with_model else boost)
+    tokens = decode.tokens_of([text for text, *_ in found.text], range(3))
+    ctc = decode.Beam.log_probs(case, inputs, tokens)
+    added = case.log_probs(inputs, tokens) - ctc
+    torch.testing.assert_close(added.double(), found.lm_scores[:, 0], rtol=1e-5, atol=1e-5)
+    assert (added != 0).any()
+
+    def shorter(inputs: decode.TextInputs) -> list[str]:
+        return [text.rpartition(" ")[0] for text in PARTITA.ops[case.op]()(inputs)]
+
+    (row,) = run_as("partita", case, shorter)
+    assert row.timing is None and "nats" in row.note
+
+
+def test_pyctcdecode_gets_the_model_or_hotwords(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in has its arguments."""
+    stand_in(monkeypatch, "pyctcdecode", build_ctcdecoder=build_ctcdecoder)
+    for case in (MODEL, BOOST):
+        inputs = case.inputs(Buffers(CPU.device))
+        found = decode.pyctcdecode_text(case is MODEL)(inputs)
+        assert found == PARTITA.ops[case.op]()(inputs)
+    monkeypatch.setitem(sys.modules, "kenlm", None)
+    assert decode.needs_kenlm(inputs) == "needs kenlm"
+
+
+def test_flashlight_text_gets_a_lexicon_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in reads log-probabilities where they lie, and spells the words of the lexicon."""
+
+    class Dictionary(list[str]):
+        get_index, get_entry = list.index, list.__getitem__
+
+    class KenLM:
+        def __init__(self, path: str, words: Dictionary) -> None:
+            self.model, self.words = partita.NgramLM.from_arpa(path), words
+
+        def start(self, is_empty: bool) -> int:
+            return 0
+
+        def score(self, state: int, word: int) -> tuple[int, float]:
+            return state, float(self.model.score(self.words[word], eos=False)) / decode.LN10
+
+    class Trie:
+        def __init__(self, children: int, root: int) -> None:
+            self.words: dict[int, list[int]] = {}
+
+        def insert(self, spelling: list[int], word: int, score: float) -> None:
+            assert spelling[-1] == decode.SPACE and score < 0
+            self.words[word] = spelling[:-1]
+
+        def smear(self, mode: str) -> None:
+            assert mode == "max"
+
+    class LexiconDecoder:
+        def __init__(self, options: Any, trie: Trie, lm: KenLM, *rest: Any) -> None:
+            assert rest == (decode.SPACE, 0, lm.words.index("<unk>"), [], False)
+            self.lm, self.options = lm, options
+            self.labels = ["", " ", *decode.characters(8)[2:]]
+            for word, spelling in trie.words.items():
+                assert "".join(self.labels[c] for c in spelling) == lm.words[word]
+
+        def decode(self, address: int, T: int, C: int) -> list[Any]:
+            x = np.ctypeslib.as_array((ctypes.c_float * (T * C)).from_address(address))
+            decoder = partita.CTCDecoder(
+                self.labels,
+                language_model=self.lm.model,
+                unigrams_only=True,
+                alpha=self.options.lm_weight / decode.LN10,
+                beta=self.options.word_score,
+            )
+            found = decoder(torch.from_numpy(x.reshape(T, C)), beam_width=self.options.beam_size)
+            words = [self.lm.words.index(word) for word in found.text[0][0].split()]
+            return [SimpleNamespace(words=[-1, *words])]
+
+    names = SimpleNamespace(CTC="ctc"), SimpleNamespace(MAX="max")
+    members = {"LexiconDecoder": LexiconDecoder, "LexiconDecoderOptions": SimpleNamespace}
+    members |= {"CriterionType": names[0], "SmearingMode": names[1], "Trie": Trie}
+    stand_in(monkeypatch, "flashlight.lib.text.decoder", **members)
+    stand_in(monkeypatch, "flashlight.lib.text.decoder.kenlm", KenLM=KenLM)
+    stand_in(monkeypatch, "flashlight.lib.text.dictionary", Dictionary=Dictionary)
+    inputs = MODEL.inputs(Buffers(CPU.device))
+    assert decode.flashlight_text()(inputs) == PARTITA.ops["ctc_decoder_lm"]()(inputs)
 
 
 def found_by_ours(inputs: decode.DecodeInputs) -> list[list[int]]:

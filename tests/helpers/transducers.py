@@ -90,9 +90,9 @@ class Transducer(NamedTuple):
     durations: tuple[int, ...] | None
 
     def search(self, function: Callable[..., Any], **options: Any) -> Any:
-        given = {"blank": BLANK, "durations": self.durations, **options}
-        arguments = (self.encoder, self.lengths, self.predict, self.join)
-        return function(*arguments, state_dims=self.predict.state_dims, **given)
+        state_dims = getattr(self.predict, "state_dims", 0)
+        given = {"blank": BLANK, "durations": self.durations, "state_dims": state_dims, **options}
+        return function(self.encoder, self.lengths, self.predict, self.join, **given)
 
     def at(self, b: int, t: int, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the log-probabilities of tokens and durations at a frame, in fp64."""

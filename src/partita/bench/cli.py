@@ -43,7 +43,7 @@ examples:
   partita bench chain --peers torch,koi,seqdist --svg chain.svg    log Z, gradient, best path
   partita bench ctc --peers torch,seqdist,koi --dtype fp32 --out results
   partita bench linear_cross_entropy --peers torch,liger,cce,cce-exact --out results
-  partita bench decode --peers fast-ctc-decode,pyctcdecode --device cpu
+  partita bench decode --peers pyctcdecode,flashlight-text --device cpu
   partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
   partita bench softmax --do-bench --svg softmax.svg    as Triton's tutorial measures it
   partita bench host --cold --out results               writes results/host.csv and host.svg

@@ -92,6 +92,7 @@ PEERS = (
     _provider("torchaudio", "torchaudio"),
     _provider("fast-ctc-decode", "fast-ctc-decode"),
     _provider("pyctcdecode", "pyctcdecode"),
+    _provider("flashlight-text", "flashlight-text", ("flashlight",)),
     _provider("kenlm", "kenlm"),
     _provider("hmmlearn", "hmmlearn"),
 )

@@ -294,7 +294,8 @@ def test_a_stream_survives_an_invalid_length(length: int, monkeypatch: pytest.Mo
 class Uniform:
     """A language model that knows two words, which are equally probable after anything."""
 
-    words = ("<unk>", "a", "b")
+    def __init__(self, words: tuple[str, ...] = ("<unk>", "a", "b")) -> None:
+        self.words = words
 
     def start(self, B: int, bos: bool = True) -> Tensor:
         return torch.zeros(B, dtype=torch.int64)
@@ -360,7 +361,19 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"unigrams": ["a"]}, "ValueError: unigrams: expected unit="),
     ({"unigrams": "a", "unigrams_only": True}, "TypeError: unigrams: expected words, got one"),
     ({"unigrams_only": True}, "ValueError: unigrams_only: expected unigrams or a language model"),
-    ({"language_model": "x.arpa"}, "TypeError: language_model: expected the method start, got str"),
+    ({"language_model": "x.arpa"}, "TypeError: language_model: expected an object .* got str"),
+    (
+        {"language_model": Uniform(words=("<unk>", "a", "b", "c"))},
+        "ValueError: language_model: .* each of the 4 words, got 3",
+    ),
+    (
+        {"language_model": Uniform(), "unit": "token"},
+        "ValueError: language_model: .* each of the 4 labels, got 3",
+    ),
+    (
+        {"language_model": Uniform(words=("a", "b"))},
+        "ValueError: language_model: expected `words`, one of them <unk>",
+    ),
 ]
 
 

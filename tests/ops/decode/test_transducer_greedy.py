@@ -2,7 +2,9 @@
 
 import io
 import math
+import pickle
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from helpers.transducers import (
     transducer,
 )
 
-from partita import NgramLM, PhraseBoost, rnnt_greedy_search
+from partita import NgramLM, PhraseBoost, rnnt_beam_search, rnnt_greedy_search
 
 LABELS = ["-", "w1", "w2", "w3", "w4", "w5"]
 SEEDS = range(4)
@@ -296,19 +298,154 @@ def test_wrong_arguments_are_named(model: NgramLM) -> None:
         (lambda: search(language_model=fewer), "ValueError: language_model: expected a column for"),
         (lambda: search(boost=[None]), "ValueError: boost: expected one for each of 4 sequences"),
         (lambda: search(boost=[None] * 3 + [3]), r"TypeError: boost\[3\]: expected a PhraseBoost"),
-        (lambda: search(state=3), "ValueError: state: expected that of hypotheses of 4 streams"),
+        (lambda: search(state=3), "TypeError: state: expected that of hypotheses, got int"),
+        (
+            lambda: search(encoder=network.encoder[:2], lengths=[1, 2], state=search().state),
+            "ValueError: state: expected that of 2 streams, got that of 4",
+        ),
         (
             lambda: search(state=search().state, language_model=model),
             "ValueError: state: expected that of a search with 1 of .*, got one with 0",
         ),
         (lambda: search(predict=predict(wide)), "TypeError: predict: expected a pair"),
         (lambda: search(predict=predict((wide[:2], None))), "ValueError: predict: expected an out"),
-        (lambda: search(predict=predict((wide, wide[:1]))), "ValueError: predict: .* dimension 0"),
+        (
+            lambda: search(predict=predict((wide, wide[:1]))),
+            r"ValueError: state_dims: .* the 4 rows .* got 0 for one of shape \[1, 8\]",
+        ),
+        (lambda: search(predict=None), "TypeError: predict: expected a function, got NoneType"),
+        (lambda: search(join=None), "TypeError: join: expected a function, got NoneType"),
         (lambda: search(join=lambda x, y: x[:, 0]), "ValueError: join: expected logits of shape"),
         (lambda: search(join=lambda x, y: None), "TypeError: join: expected a Tensor"),
     ):
         with raises(message):
             call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "message"),
+    [
+        (Recurrent, 0, r"ValueError: state_dims: .* got 0 for one of shape \[2, \d+, 8\]"),
+        (Recurrent, -2, r"ValueError: state_dims: .* got -2 for one of shape"),
+        (Recurrent, 3, r"ValueError: state_dims: .* got 3 for one of shape"),
+        (Recurrent, None, "ValueError: state_dims: expected a number or .* which has 0, got None"),
+        (Recurrent, (1,), r"ValueError: state_dims: expected a .* which has 1, got \(1,\)"),
+        (Recurrent, "1", "TypeError: state_dims: expected an int, got str"),
+        (Cached, 1, r"ValueError: state_dims: .* got 1 for one of shape \[\d+\]"),
+        (
+            Cached,
+            {"cache": 1},
+            "ValueError: state_dims: expected a number .* which has 'place', got",
+        ),
+    ],
+)
+@pytest.mark.parametrize("search", [rnnt_greedy_search, rnnt_beam_search])
+def test_wrong_dimensions_of_a_state_are_named(
+    search: Any, kind: Any, dims: Any, message: str
+) -> None:
+    with raises(message):
+        transducer(kind).search(search, state_dims=dims)
+
+
+@pytest.mark.parametrize("search", [rnnt_greedy_search, rnnt_beam_search])
+def test_a_state_that_grows_is_refused(search: Any) -> None:
+    class Growing(Stateless):
+        """Attention over a cache that has one more row after each label."""
+
+        def forward(self, tokens: torch.Tensor, state: Any) -> Any:
+            output = self.embeddings[0](tokens)[:, None]
+            return output[:, 0], output if state is None else torch.cat([state, output], 1)
+
+    shapes = r"\[\d+, 2, 8\] after \[\d+, 1, 8\]"
+    with raises(
+        f"ValueError: predict: expected a state whose tensors keep their shapes, got {shapes}"
+    ):
+        transducer(Growing).search(search)
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "message"),
+    [
+        (
+            "start",
+            lambda B: None,
+            r"ValueError: language_model: .*states \[4, \.\.\.\] from `start`, got NoneType",
+        ),
+        (
+            "start",
+            lambda B: torch.zeros(3),
+            r"ValueError: language_model: .*from `start`, got \[3\]",
+        ),
+        (
+            "advance",
+            lambda x: x,
+            "TypeError: language_model: .*a pair .* from `advance`, got Tensor",
+        ),
+        (
+            "advance",
+            lambda x: (torch.zeros(6), x),
+            r"ValueError: language_model: .*from `advance` .* got \[6\]",
+        ),
+        (
+            "advance",
+            lambda x: (torch.zeros(len(x), 6), x),
+            "ValueError: language_model: .*from `advance` with B =",
+        ),
+        (
+            "advance",
+            lambda x: (torch.zeros(len(x), 5), torch.zeros(len(x), 5)),
+            "ValueError: language_model: .*a column for each of the 6 classes .*, got 5",
+        ),
+        (
+            "final",
+            lambda x: None,
+            r"ValueError: language_model: .*scores \[32\] from `final`, got NoneType",
+        ),
+        (
+            "final",
+            lambda x: torch.zeros(1),
+            r"ValueError: language_model: .*from `final`, got \[1\]",
+        ),
+    ],
+)
+def test_errors_of_a_model_of_ones_own(method: str, result: Any, message: str) -> None:
+    methods = {
+        "start": torch.zeros,
+        "advance": lambda x: (torch.zeros(len(x), 6), x[:, None].expand(-1, 6)),
+        "final": torch.zeros_like,
+    }
+    for search in (rnnt_greedy_search, rnnt_beam_search):
+        if search is rnnt_beam_search or method != "final":  # greedy search asks for no end
+            model = SimpleNamespace(**{**methods, method: result})
+            with raises(message):
+                transducer().search(search, language_model=model)
+
+
+def test_a_state_goes_on_with_the_same_boosts() -> None:
+    network = transducer(lengths=(5, 5))
+    first, second = (PhraseBoost([[word, "w2"]], LABELS, 2.0) for word in ("w1", "w3"))
+    lighter = PhraseBoost([["w1", "w2"]], LABELS, 1.0)
+
+    def state(boost: Any) -> Any:
+        return network.search(rnnt_greedy_search, boost=boost).state
+
+    for before, now, others in (
+        (first, second, "0, 1"),
+        (first, lighter, "0, 1"),
+        (first, [first, None], "1"),
+        ([first, second], [second, first], "0, 1"),
+        ([None, second], [None, first], "1"),
+        (first, None, "0, 1"),
+        (None, first, "0, 1"),
+    ):
+        with raises(f"ValueError: state: .* with other boosts for the sequences \\[{others}\\]"):
+            network.search(rnnt_greedy_search, boost=now, state=state(before))
+    for before, now in (
+        (first, [first, first]),
+        ([None, None], None),
+        (first, pickle.loads(pickle.dumps(first))),
+    ):
+        network.search(rnnt_greedy_search, boost=now, state=state(before))
 
 
 @pytest.mark.gpu

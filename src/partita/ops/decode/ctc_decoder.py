@@ -16,7 +16,7 @@ from ...runtime.backend import Table, current_backend, resolve
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.register import resolved
 from .common import MAX_BEAM_WIDTH, Hypotheses
-from .language_model import NgramLM
+from .language_model import NgramLM, advance_states, check_model, final_scores
 from .phrase_boost import PhraseBoost
 from .text_tables import (
     BOUNDARIES,
@@ -145,7 +145,11 @@ class CTCDecoder:
             raise ValueError(f"unigrams: expected {needs}")
         if unigrams_only and unit == "token":
             raise ValueError('unigrams_only: expected unit="word"')
-        _check_model(language_model, unit)
+        is_own = language_model is not None and not isinstance(language_model, NgramLM)
+        if is_own:
+            check_model("language_model", language_model)
+            if unit == "word" and "<unk>" not in getattr(language_model, "words", ()):
+                raise ValueError("language_model: expected `words`, one of them <unk>")
         self.labels, self.blank, self.language_model = labels, blank, language_model
         self.alpha, self.beta, self.unk_score_offset = alpha, beta, unk_score_offset
         self.score_boundary = bool(score_boundary)
@@ -153,7 +157,17 @@ class CTCDecoder:
         self._vocabulary = Vocabulary(labels, blank, unit == "token")
         self._words = Words(language_model, known, labels if unit == "token" else None)
         if language_model is not None:  # which may lack a marker
-            self._words.model.final(self._words.model.start(1, bos=self.score_boundary))
+            state = self._words.model.start(1, bos=self.score_boundary)
+            final_scores("language_model", self._words.model, state)
+        if is_own:
+            of = "labels" if unit == "token" else "words"
+            V = len(labels if unit == "token" else language_model.words)
+            columns = advance_states("language_model", language_model, state)[0].shape[1]
+            if columns < V:
+                raise ValueError(
+                    f"language_model: expected a column of `advance` for each of the {V} {of},"
+                    f" got {columns}"
+                )
         self._spaced = [each.translate(BOUNDARIES) for each in self._vocabulary.texts]
         self._lexicon: Any = None  # made at the first call, as the tables of each device
         self._tables: dict[Any, Any] = {}
@@ -659,15 +673,3 @@ def _checked_words(name: str, words: Iterable[str]) -> list[str]:
         if not isinstance(word, str):
             raise TypeError(f"{name}[{i}]: expected a string, got {type(word).__name__}")
     return found
-
-
-def _check_model(model: Any, unit: str) -> None:
-    """Raise unless an object can serve as a language model."""
-    if model is None or isinstance(model, NgramLM):
-        return
-    for name in ("start", "advance", "final"):
-        if not callable(getattr(model, name, None)):
-            kind = type(model).__name__
-            raise TypeError(f"language_model: expected the method {name}, got {kind} without it")
-    if unit == "word" and "<unk>" not in getattr(model, "words", ()):
-        raise ValueError("language_model: expected `words`, one of them <unk>")

@@ -67,6 +67,42 @@ def check_batch(B: Any) -> None:
         raise ValueError(f"B: expected a number from 0 on, got {B}")
 
 
+def check_model(name: str, model: Any) -> None:
+    """Raise unless an object has the methods of a language model."""
+    for method in ("start", "advance", "final"):
+        if not callable(getattr(model, method, None)):
+            raise TypeError(
+                f"{name}: expected an object with the methods start, advance and final,"
+                f" got {type(model).__name__}"
+            )
+
+
+def advance_states(name: str, model: Any, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores `[B, V]` and states `[B, V, ...]` after states `[B, ...]` of any model."""
+    found = model.advance(states)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(
+            f"{name}: expected a pair (scores, states) from `advance`, got {type(found).__name__}"
+        )
+    scores, following = found
+    if scores.ndim != 2 or len(scores) != len(states) or following.shape[:2] != scores.shape:
+        raise ValueError(
+            f"{name}: expected scores of shape [B, V] and states of shape [B, V, ...] from"
+            f" `advance` with B = {len(states)}, got {list(scores.shape)} and"
+            f" {list(following.shape)}"
+        )
+    return scores, following
+
+
+def final_scores(name: str, model: Any, states: Tensor) -> Tensor:
+    """Return what the end adds after states `[B, ...]` of any model, `[B]`."""
+    scores: Any = model.final(states)
+    if not isinstance(scores, Tensor) or scores.shape != states.shape[:1]:
+        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"{name}: expected scores [{len(states)}] from `final`, got {got}")
+    return scores
+
+
 def _children(trie: Trie, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nodes of pairs of a parent and a word, and whether the model has them."""
     unigrams = len(trie.log_probs) - len(trie.pairs)

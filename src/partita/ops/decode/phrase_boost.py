@@ -98,6 +98,7 @@ class PhraseBoost:
             boosts[key] = max(each, boosts.get(key, each))
         self.phrases = boosts  # by the indices of their labels
         self._arcs = automaton(boosts, len(labels))
+        self._key = hash((len(labels), *boosts.items()))  # equal for equal boosts, also when saved
 
     def to(self, device: torch.device | str) -> PhraseBoost:
         """Return the boost with its tables on a device.
@@ -117,7 +118,7 @@ class PhraseBoost:
             device(type='cpu')
         """
         moved = PhraseBoost.__new__(PhraseBoost)
-        moved.phrases = self.phrases
+        moved.phrases, moved._key = self.phrases, self._key
         moved._arcs = Arcs(*(x.to(device) for x in self._arcs))
         return moved
 

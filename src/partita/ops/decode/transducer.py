@@ -140,11 +140,20 @@ def rnnt_greedy_search(
     """
     call = _checked(encoder, lengths, blank, max_symbols_per_step, max_tokens, durations)
     B = len(encoder)
-    if state is not None and (not isinstance(state, TransducerState) or len(state.output) != B):
-        raise ValueError(f"state: expected that of hypotheses of {B} streams, got {state!r:.60}")
+    if state is not None and not isinstance(state, TransducerState):
+        raise TypeError(f"state: expected that of hypotheses, got {type(state).__name__}")
+    if state is not None and len(state.output) != B:
+        raise ValueError(f"state: expected that of {B} streams, got that of {len(state.output)}")
     network = Network(predict, join, blank, call.durations, state_dims)
     with torch.no_grad():
         models = LabelModels(language_model, alpha, boost, len(encoder), encoder.device)
+        if state is not None and state.boosts != models.boosts:
+            pairs = enumerate(zip(state.boosts, models.boosts, strict=True))
+            others = [b for b, (before, now) in pairs if before != now]
+            raise ValueError(
+                "state: expected that of a search with the same boosts, got one with other boosts"
+                f" for the sequences {others}"
+            )
         if state is not None and len(state.models) != len(models):
             raise ValueError(
                 f"state: expected that of a search with {len(models)} of a language model and a"
@@ -153,7 +162,8 @@ def rnnt_greedy_search(
         if not encoder.shape[0] or not encoder.shape[1]:
             return no_hypotheses(encoder, 1, call.max_tokens, state)
         options = (max_symbols_per_step, call.max_tokens, state, graphs)
-        return greedy_search(encoder, call.lengths, network, models, *options)
+        found = greedy_search(encoder, call.lengths, network, models, *options)
+        return found._replace(state=found.state._replace(boosts=models.boosts))
 
 
 def rnnt_beam_search(

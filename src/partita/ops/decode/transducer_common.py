@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from .language_model import advance_states, check_model, final_scores
 from .phrase_boost import PhraseBoost
 
 Predict = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -26,12 +27,14 @@ class TransducerState(NamedTuple):
         predictor: the state of the predictor after the last label.
         skip: `[B]` int64, the frames of the next chunk that the last duration skips.
         models: the states of the language model and of the boosted phrases, those that are given.
+        boosts: a number for each stream, which stands for its boosted phrases; 0 without.
     """
 
     output: Tensor
     predictor: Any
     skip: Tensor
     models: tuple[Tensor, ...]
+    boosts: tuple[int, ...] = ()
 
 
 class TransducerHypotheses(NamedTuple):
@@ -182,7 +185,13 @@ def map_leaves(function: Callable[..., Tensor], dims: Any, *states: Any) -> Any:
     first = states[0]
 
     def part(key: Any) -> Any:
-        of_part = dims if isinstance(dims, int) else dims[key]
+        try:
+            of_part = dims if isinstance(dims, int) else dims[key]
+        except (TypeError, LookupError):
+            raise ValueError(
+                "state_dims: expected a number or a structure like that of the state, which has"
+                f" {key!r}, got {dims!r}"
+            ) from None
         return map_leaves(function, of_part, *(state[key] for state in states))
 
     if isinstance(first, Tensor):
@@ -263,6 +272,9 @@ class Network:
         durations: tuple[int, ...] | None,
         state_dims: Any,
     ) -> None:
+        for name, function in (("predict", predict), ("join", join)):
+            if not callable(function):
+                raise TypeError(f"{name}: expected a function, got {type(function).__name__}")
         self.predictor, self._join = predict, join
         self.blank, self.durations, self.state_dims = blank, durations, state_dims
 
@@ -280,10 +292,11 @@ class Network:
             )
 
         def check(dim: int, x: Tensor) -> Tensor:
-            if x.ndim <= dim or x.shape[dim] != R:
+            checks.python_int("state_dims", dim)
+            if not 0 <= dim < x.ndim or x.shape[dim] != R:
                 raise ValueError(
-                    f"predict: expected tensors of the state with {R} rows in dimension {dim}"
-                    f" (state_dims), got one of shape {list(x.shape)}"
+                    f"state_dims: expected the dimension of the {R} rows in each tensor of the"
+                    f" state that predict returns, got {dim} for one of shape {list(x.shape)}"
                 )
             return x
 
@@ -376,6 +389,8 @@ class LabelModels:
         self, language_model: Any, alpha: float, boost: Any, B: int, device: torch.device
     ) -> None:
         checks.number("alpha", alpha, low=0.0)
+        each_boost = boost if isinstance(boost, (list, tuple)) else [boost] * B
+        self.boosts = tuple(x._key if isinstance(x, PhraseBoost) else 0 for x in each_boost)
         self.weights: list[float] = []
         self._models: list[tuple[str, Any]] = []
         if language_model is not None:
@@ -399,12 +414,7 @@ class LabelModels:
         self._device = device
 
     def _add(self, name: str, model: Any, weight: float) -> None:
-        for method in ("start", "advance", "final"):
-            if not callable(getattr(model, method, None)):
-                raise TypeError(
-                    f"{name}: expected an object with the methods start, advance and final,"
-                    f" got {type(model).__name__}"
-                )
+        check_model(name, model)
         self._models.append((name, model))
         self.weights.append(weight)
 
@@ -415,6 +425,9 @@ class LabelModels:
         """Return the states before the first label."""
         states = tuple(model.start(B) for _, model in self._models)
         for (name, _), state in zip(self._models, states, strict=True):
+            if not isinstance(state, Tensor) or state.shape[:1] != (B,):
+                got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+                raise ValueError(f"{name}: expected states [{B}, ...] from `start`, got {got}")
             if state.device != self._device:
                 raise ValueError(
                     f"{name}: expected a model on {self._device}, got one on {state.device}"
@@ -425,11 +438,11 @@ class LabelModels:
         """Return what each of V classes adds after each state, `[R, V]`, and what follows."""
         total, following = torch.zeros((), dtype=torch.float64, device=self._device), []
         for (name, model), weight, state in zip(self._models, self.weights, states, strict=True):
-            scores, after = model.advance(state)
-            if scores.shape != (len(state), V):
+            scores, after = advance_states(name, model, state)
+            if scores.shape[1] != V:
                 raise ValueError(
                     f"{name}: expected a column for each of the {V} classes of the network,"
-                    f" got {scores.shape[-1]}"
+                    f" got {scores.shape[1]}"
                 )
             total = total + weighted(scores, weight)
             following.append(after)
@@ -438,8 +451,8 @@ class LabelModels:
     def final(self, states: tuple[Tensor, ...]) -> Tensor:
         """Return what the end of a hypothesis adds, `[R]`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (_, model), weight, state in zip(self._models, self.weights, states, strict=True):
-            total = total + weighted(model.final(state), weight)
+        for (name, model), weight, state in zip(self._models, self.weights, states, strict=True):
+            total = total + weighted(final_scores(name, model, state), weight)
         return total
 
 

@@ -180,7 +180,7 @@ def greedy_search(
         output, predictor = network.first(B, device)
         t, model_states = lengths.new_zeros(B), models.start(B)
     else:
-        output, predictor, t, model_states = state
+        output, predictor, t, model_states = state[:4]
     t, model_states, dims = t.clone(), own_copy(model_states), (0, network.state_dims)
     output, predictor = own_copy((output, predictor), dims)
     zeros = torch.zeros_like(t)
