@@ -21,6 +21,7 @@ import quoted_figures  # noqa: F401, fills FIGURES
 import quoted_h200  # noqa: F401
 import quoted_host  # noqa: F401
 import quoted_linear  # noqa: F401
+import quoted_options  # noqa: F401
 import quoted_parallel  # noqa: F401
 import quoted_readme  # noqa: F401
 import quoted_rnnt  # noqa: F401
