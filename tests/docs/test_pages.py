@@ -6,6 +6,7 @@ import importlib.util
 import io
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,28 @@ def test_the_table_of_fused_models_is_what_the_tests_try() -> None:
         "`fuse` refuses": refused[False],
         "refused at the first step": refused[True],
     }
+
+
+def test_commands_of_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `partita` command is parsed, scripts have the options, and make has the targets."""
+    for module in ("bench.cli", "bench.report_cli", "cli.check", "cli.info", "cli.warm"):
+        monkeypatch.setattr(f"partita.{module}.main", lambda args: 0)
+    texts = [page.read_text(encoding="utf-8") for page in (*PAGES, ROOT / "CONTRIBUTING.md")]
+    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    for words in commands:
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            del words[0]
+        if words[:3] == ["python", "-m", "partita"] or words[:1] == ["partita"]:
+            assert main(words[words.index("partita") + 1 :]) == 0
+        elif words[:1] == ["python"]:
+            source = (ROOT / words[1]).read_text(encoding="utf-8")
+            assert [x for x in words[2:] if x.startswith("--") and f'"{x}"' not in source] == []
+        elif words:
+            assert words[:2] == ["pip", "install"]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {name for text in texts for name in re.findall(r"`make ([a-z-]+)", text)} <= {*targets}
 
 
 def test_code_of_the_pages_is_narrow() -> None:
