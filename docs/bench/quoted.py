@@ -26,6 +26,7 @@ import quoted_parallel  # noqa: F401
 import quoted_readme  # noqa: F401
 import quoted_rnnt  # noqa: F401
 import quoted_searches  # noqa: F401
+import quoted_single_runs  # noqa: F401
 from quoted_rows import FIGURES
 
 ROOT = Path(__file__).parents[2]
