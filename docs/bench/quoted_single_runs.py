@@ -99,6 +99,33 @@ def rnnt_batch_invariant() -> str:
 
 
 @figure
+def distillation_times() -> str:
+    size = "8192 x 4096 x 128256"
+    divergence = _all("linear_divergence", "H200", size, "kl")
+    two, four = (
+        _all("linear_distillation_loss", "H200", size, terms)
+        for terms in ("hard kl", "hard kl jsd tv")
+    )
+    return (
+        f"{divergence} ms on an H200 for `linear_divergence`, {two} ms for `hard` and `kl`,\n"
+        f"and {four} ms for `hard`, `kl`, `jsd` and `tv`"
+    )
+
+
+@figure
+def trl_steps() -> str:
+    lines = []
+    for size in ("SFT", "SFT with labels for half of the tokens", "DPO"):
+        cells = []
+        for variant in ("patched", "TRL's own"):
+            found = rows(TABLE, op="trl", size=size, variant=variant)
+            times = " to ".join(dict.fromkeys(each["ms"] for each in found))
+            cells.append(f"{times} ms, {found[0]['gib']} GiB")
+        lines.append([size, *cells])
+    return table(["trainer", "with `patch()`", "TRL's own head"], lines)
+
+
+@figure
 def decode_crf_h200() -> str:
     def said(variant: str) -> str:
         found = row(TABLE, op="ctc_crf_decode", variant=variant)
