@@ -37,10 +37,9 @@ digests: $(READY)  ## keep the bits of all results on this machine (REASON="why 
 bench: $(READY)  ## time the ops beside PyTorch and the installed peers (ARGS="softmax")
 	$(BIN)/python -m partita bench $(ARGS)
 
-docs: .venv/.docs  ## build the documentation into site/, and print the command that serves it
+docs: .venv/.docs  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-	@echo "Open site/index.html, or serve it, which makes its search work:"
-	@echo "  $(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000   # then http://127.0.0.1:8000"
+	@echo "Open site/index.html"
 
 clean:  ## remove the environment and all generated files
 	rm -rf .venv .venv-versions site .hypothesis .mypy_cache .pytest_cache .ruff_cache dist $(PICTURES:=.png)

@@ -3,8 +3,8 @@
 The pages are written to be read on a code host too, so they link to files of the repository and
 have formulas between dollar signs.
 
-- ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md are pages. All other files outside of `docs`
-  that a page links to become pages with their text.
+- README.md begins the first page. ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md are pages. All
+  other files outside of `docs` that a page links to become pages with their text.
 - Links point to the pages of their targets on the site. A link without a target stays, and the
   strict build stops at it.
 - Figures that a page quotes are read from the tables, by docs/bench/quoted.py.
@@ -66,8 +66,9 @@ def path_of(uri: str) -> str:
 
 def uri_of(path: str) -> str:
     """Return the page of a file of the repository on the site."""
+    is_on_the_site = path.startswith("docs/") and not path.endswith(".py")
     return PAGES.get(path) or (
-        path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
+        path.removeprefix("docs/") if is_on_the_site else f"source/{path}.md"
     )
 
 
@@ -77,6 +78,18 @@ def links(text: str, origin: str) -> Iterator[str]:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
         if (ROOT / path).exists():
             yield path
+
+
+def turned(text: str, origin: str, uri: str) -> str:
+    """Return a text from the file `origin` with links that fit the page `uri` of the site."""
+
+    def link(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), match[1]))
+        if not (ROOT / path).exists():
+            return match[1]
+        return posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".")
+
+    return LINK.sub(link, text)
 
 
 def printed(command: re.Match[str]) -> str:
@@ -120,14 +133,12 @@ def on_page_markdown(
     uri, origin = page.file.src_uri, path_of(page.file.src_uri)
     if uri.startswith("source/"):
         return markdown
-
-    def turned(match: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), match[1]))
-        if not (ROOT / path).exists():
-            return match[1]
-        return posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".")
-
-    return HELP.sub(printed, LINK.sub(turned, quoted.shown(markdown)))
+    if uri == "index.md":
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        first = turned(readme.partition("## More\n")[0], "README.md", uri)
+        lists = markdown[markdown.index("## Guides\n") :]
+        return quoted.shown(first) + turned(lists, origin, uri)
+    return HELP.sub(printed, turned(quoted.shown(markdown), origin, uri))
 
 
 def on_page_content(

@@ -21,10 +21,12 @@ import quoted_figures  # noqa: F401, fills FIGURES
 import quoted_h200  # noqa: F401
 import quoted_host  # noqa: F401
 import quoted_linear  # noqa: F401
+import quoted_options  # noqa: F401
 import quoted_parallel  # noqa: F401
 import quoted_readme  # noqa: F401
 import quoted_rnnt  # noqa: F401
 import quoted_searches  # noqa: F401
+import quoted_single_runs  # noqa: F401
 from quoted_rows import FIGURES
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
 """The hooks of docs/post_training.md, called as TRL 1.16 and verl 0.9.1 call them.
 
 The stand-ins have the calls and the signatures of these packages. The last test compares the
-signatures where the packages are installed.
+signatures, and those that docs/migrate/trl.md names, where the packages are installed.
 """
 
 import importlib
@@ -161,6 +161,14 @@ def test_heads_of_verl(hooks: dict[str, Any]) -> None:
             "_ChunkedLogProbFunction.forward",
             "ctx hidden weight bias targets temperature chunk_size",
         ),
+        ("trl.trainer.utils", "selective_log_softmax", "logits index temperature row_mask"),
+        ("trl.trainer.utils", "selective_log_softmax_and_entropy", "logits index"),
+        ("trl.trainer.utils", "entropy_from_logits", "logits chunk_size"),
+        ("trl.trainer.utils", "add_fused_lm_head", "model"),
+        ("trl.trainer.utils", "FusedCausalLMOutput", "loss"),
+        ("trl.experimental.gkd", "GKDTrainer.generalized_jsd_loss", "student_logits"),
+        ("trl.experimental.gold", "GOLDTrainer.generalized_jsd_loss", "student_logits"),
+        *(("trl", f"{name}Trainer", "") for name in ("SFT", "DPO", "KTO", "RLOO", "Distillation")),
         ("trl", "GRPOTrainer._generate", "self prompts"),
         ("trl", "GRPOTrainer._generate_and_score_completions", "self inputs"),
         ("trl", "GRPOTrainer._compute_loss", "self model inputs"),

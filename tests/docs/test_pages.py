@@ -6,6 +6,7 @@ import importlib.util
 import io
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 # The docstrings of the reference have their code, which runs as doctests.
-WITHOUT_CODE = {*REFERENCE, DOCS / "benchmarks.md", DOCS / "gallery.md"}
+WITHOUT_CODE = {*REFERENCE, *(DOCS / f"{name}.md" for name in ("benchmarks", "gallery", "index"))}
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+# A block of Python, and the block of text after it, if there is one: what it prints.
+CODE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 
@@ -41,24 +43,26 @@ def test_code_of_the_pages_runs(
     namespace: dict[str, object] = {}
     if importlib.util.find_spec("transformers") is None:
         monkeypatch.setitem(sys.modules, "transformers", small_llama.module())
-    for block in blocks:
+    for block, expected in blocks:
         # The last block of a tutorial is a script of its own.
-        is_script = page in TUTORIALS and block is blocks[-1]
-        exec(block, {} if is_script else namespace)
+        is_script = page in TUTORIALS and block == blocks[-1][0]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(block, {} if is_script else namespace)
+        if expected:
+            assert printed.getvalue() == expected
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=named)
 def test_a_tutorial_ends_in_a_short_script(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    script = CODE.findall(text.partition("\n## The whole script\n")[2])
-    assert len(script) == 1
-    assert len(script[0].splitlines()) <= 40
+    [(script, _)] = CODE.findall(text.partition("\n## The whole script\n")[2])
+    assert len(script.splitlines()) <= 40
 
 
 def test_the_table_of_fused_models_is_what_the_tests_try() -> None:
     rows = re.findall(
         r"^\| (served|`fuse` refuses|refused at the first step) \| (.*) \|$",
-        (DOCS / "linear_cross_entropy.md").read_text(encoding="utf-8"),
+        (DOCS / "transformers.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     found = {kind: re.sub(r"`", "", text) for kind, text in rows}
@@ -75,6 +79,28 @@ def test_the_table_of_fused_models_is_what_the_tests_try() -> None:
         "`fuse` refuses": refused[False],
         "refused at the first step": refused[True],
     }
+
+
+def test_commands_of_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `partita` command is parsed, scripts have the options, and make has the targets."""
+    for module in ("bench.cli", "bench.report_cli", "cli.check", "cli.info", "cli.warm"):
+        monkeypatch.setattr(f"partita.{module}.main", lambda args: 0)
+    texts = [page.read_text(encoding="utf-8") for page in (*PAGES, ROOT / "CONTRIBUTING.md")]
+    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    for words in commands:
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            del words[0]
+        if words[:3] == ["python", "-m", "partita"] or words[:1] == ["partita"]:
+            assert main(words[words.index("partita") + 1 :]) == 0
+        elif words[:1] == ["python"]:
+            source = (ROOT / words[1]).read_text(encoding="utf-8")
+            assert [x for x in words[2:] if x.startswith("--") and f'"{x}"' not in source] == []
+        elif words:
+            assert words[:2] == ["pip", "install"]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {name for text in texts for name in re.findall(r"`make ([a-z-]+)", text)} <= {*targets}
 
 
 def test_code_of_the_pages_is_narrow() -> None:

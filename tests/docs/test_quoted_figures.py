@@ -1,5 +1,6 @@
 """Figures in README.md and in the pages: what they quote is what the tables say."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "bench"))
 import quoted  # noqa: E402
+import quoted_options  # noqa: E402
 import quoted_rows  # noqa: E402
+
+import partita  # noqa: E402
 
 PAGES = list(quoted.pages())
 
@@ -27,6 +31,41 @@ def test_every_figure_is_quoted() -> None:
         name for page in PAGES for name, _ in quoted.QUOTE.findall(page.read_text(encoding="utf-8"))
     }
     assert names == set(quoted.FIGURES)
+
+
+def test_every_function_has_its_arguments_on_a_page() -> None:
+    shown = {name for names in quoted_options.PAGES.values() for name in names.split()}
+    functions = {name for name in partita.__all__ if inspect.isfunction(getattr(partita, name))}
+    helpers = {"debruijn_source", "dense_source", "edges_from_states"}
+    assert functions - shown == helpers | {"linear_rnnt_plan", "word_spans"}
+
+
+def test_arguments_and_defaults_come_from_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def example(first: int, second: int, *, third: str = "a", fourth: float = 2.0) -> None:
+        """Do nothing.
+
+        Args:
+            first, second: two numbers that have one meaning | or another. More of them.
+            third: short. But there is more.
+            fourth: as elsewhere.
+        """
+
+    monkeypatch.setattr(partita, "example", example, raising=False)
+    monkeypatch.setitem(quoted_options.PAGES, "example", "example")
+    assert quoted_options.options("example").splitlines()[1:] == [
+        "```text",
+        'partita.example(first, second, *, third="a", fourth=2.0)',
+        "```",
+        "",
+        "| argument | default |  |",
+        "| --- | --- | --- |",
+        r"| `first`, `second` |  | two numbers that have one meaning \| or another |",
+        '| `third` | `"a"` | short. But there is more |',
+        "| `fourth` | `2.0` | as elsewhere |",
+    ]
+    example.__doc__ = str(example.__doc__).replace("third:", "another:")
+    with pytest.raises(LookupError, match="differ in another, third"):
+        quoted_options.options("example")
 
 
 def test_a_figure_that_is_not_current_is_found(

@@ -5,7 +5,7 @@ take as long again. The C module of `launcher.c` and of the files that it includ
 kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). Triton's own
 build function compiles it at the first call, and Triton's cache keeps it.
 
-Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
+Triton launches instead wherever this module cannot: where it cannot be compiled, on AMD GPUs, with
 versions of Triton that are not known here, for kernels that need more than a plain launch
 (clusters, cooperative launches, scratch memory), and while a profiler's launch hooks are set.
 """

@@ -224,8 +224,8 @@ def leaves_of(new: Any, old: Any, dims: Any = 0) -> list[Leaf]:
     def add(dim: int, a: Tensor, b: Tensor) -> Tensor:
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(
-                "predict: expected a state whose tensors have the same shapes and dtypes after each"
-                f" label, got {list(a.shape)} {a.dtype} after {list(b.shape)} {b.dtype}"
+                "predict: expected a state whose tensors keep their shapes and dtypes, got"
+                f" {list(a.shape)} {a.dtype} after {list(b.shape)} {b.dtype}"
             )
         found.append(Leaf(dim, a, b))
         return a

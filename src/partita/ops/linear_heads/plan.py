@@ -119,8 +119,8 @@ def linear_cross_entropy_plan(
         tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight`
             `[vocabulary, hidden]`.
         dtype: the dtype of both.
-        memory_budget: bytes of workspace; None for the rule above, or 240 MiB for a loss without
-            gradient.
+        memory_budget: bytes of workspace; None for what suits the sizes, or 240 MiB for a loss
+            without gradient.
         input_grad, weight_grad: whether hidden states and matrix need a gradient.
         reduced: whether the loss is a mean or a sum. The backward pass of unreduced losses needs
             the logits again.

@@ -1,0 +1,138 @@
+"""Figures of single runs; no script of this folder measures them again.
+
+The name of a function is the name of a quote.
+"""
+
+from __future__ import annotations
+
+from quoted_rows import digits, figure, row, rows, table
+
+TABLE = "single_runs.csv"
+
+
+def _all(op: str, machine: str, size: str, variant: str) -> str:
+    """Return the times of one case, as they were noted."""
+    found = rows(TABLE, op=op, machine=machine, size=size, variant=variant)
+    return ", ".join(each["ms"] for each in found)
+
+
+@figure
+def divergence_rows() -> str:
+    bound = float(_all("divergence", "H100", "beta 0", "copy"))
+    lines = []
+    for beta in ("0", "0.5", "1"):
+        time, plain = (
+            _all("divergence", "H100", f"beta {beta}", variant)
+            for variant in ("one pass", "without the hints")
+        )
+        share = digits(bound / float(time), 2)
+        lines.append([beta, f"{time} ms", share, plain and f"{plain} ms"])
+    return table(["`beta`", "time", "share of the bandwidth", "without the hints"], lines)
+
+
+@figure
+def divergence_rows_h200() -> str:
+    plain, passes = (
+        [_all("divergence", "H200", f"beta {beta}", variant) for beta in ("0", "0.5", "1")]
+        for variant in ("without the hints", "two passes")
+    )
+    return (
+        f"{plain[0]}, {plain[1]} and {plain[2]} ms,\n"
+        f"and two passes take {passes[0]}, {passes[1]} and {passes[2]} ms"
+    )
+
+
+@figure
+def linear_batch_invariant() -> str:
+    lines = [
+        [
+            f"{tokens:,}",
+            *(
+                _all("linear_cross_entropy", "H100", f"{tokens} tokens", variant)
+                for variant in ("usual", "batch-invariant")
+            ),
+        ]
+        for tokens in (1, 1024, 2048, 4096, 8192)
+    ]
+    return table(["tokens", "usual", "in the mode"], lines)
+
+
+@figure
+def linear_packed() -> str:
+    shares = ("0", "50", "90")
+    lines = [
+        [
+            variant,
+            *(
+                _all("linear_cross_entropy", "H200", f"{share} % ignored", variant)
+                for share in shares
+            ),
+        ]
+        for variant in ("by default", "packed")
+    ]
+    return table(["", *(f"{share} %" for share in shares)], lines)
+
+
+@figure
+def linear_low_rank() -> str:
+    bare, ours, without = (
+        _all("linear_cross_entropy", "H200", "rank 16", variant)
+        for variant in ("two products", "low rank", "without low rank")
+    )
+    ratio = digits(float(ours) / float(bare))
+    return f"{ours} ms,\n  {ratio} × two bare products ({bare}); without low rank {without}"
+
+
+@figure
+def rnnt_batch_invariant() -> str:
+    (usual, mode), (few, few_mode) = (
+        [
+            _all("linear_rnnt_loss", "H200", size, variant)
+            for variant in ("usual", "batch-invariant")
+        ]
+        for size in ("32 x 400 x 100", "8 x 200 x 40")
+    )
+    return (
+        f"{mode} ms instead of {usual}, and of 8 × 200 × 40, which otherwise keep their logits,\n"
+        f"{few_mode} instead of {few}"
+    )
+
+
+@figure
+def distillation_times() -> str:
+    size = "8192 x 4096 x 128256"
+    divergence = _all("linear_divergence", "H200", size, "kl")
+    two, four = (
+        _all("linear_distillation_loss", "H200", size, terms)
+        for terms in ("hard kl", "hard kl jsd tv")
+    )
+    return (
+        f"{divergence} ms on an H200 for `linear_divergence`, {two} ms for `hard` and `kl`,\n"
+        f"and {four} ms for `hard`, `kl`, `jsd` and `tv`"
+    )
+
+
+@figure
+def trl_steps() -> str:
+    lines = []
+    for size in ("SFT", "SFT with labels for half of the tokens", "DPO"):
+        cells = []
+        for variant in ("patched", "TRL's own"):
+            found = rows(TABLE, op="trl", size=size, variant=variant)
+            times = " to ".join(dict.fromkeys(each["ms"] for each in found))
+            cells.append(f"{times} ms, {found[0]['gib']} GiB")
+        lines.append([size, *cells])
+    return table(["trainer", "with `patch()`", "TRL's own head"], lines)
+
+
+@figure
+def decode_crf_h200() -> str:
+    def said(variant: str) -> str:
+        found = row(TABLE, op="ctc_crf_decode", variant=variant)
+        return f"{found['ms']} ms and {found['gib']} GiB"
+
+    half = row(TABLE, op="ctc_crf_decode", variant="viterbi fp16")["ms"]
+    return (
+        f"{said('viterbi')} ({half} ms from fp16 scores), {said('beam')}, and\n"
+        f"`posterior` takes {said('posterior')}"
+    )
