@@ -240,7 +240,7 @@ def chain_expectation_forward_kernel(
         logz_of_chain[n], mean_of_chain[n] = logz, total
 
 
-@jit(forceinline=True)
+@jit(inline="always")
 def covariance(posterior: float, difference: float) -> float:
     """Return the product, which is 0 where the posterior is 0 for any difference."""
     return 0.0 if posterior == 0.0 else posterior * difference

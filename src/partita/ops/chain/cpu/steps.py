@@ -32,9 +32,6 @@ from ..common import ChainPotentials
 
 SMALLEST = np.finfo(np.float64).tiny
 NO_COUNTS = np.empty((0, 0, 0))
-# LLVM compiles a loop for each; see `primitives.cpu.jit.ONE`.
-_NUMBERS: Any = map(np.int64, (2, 3, 4, 5))
-TWO, THREE, FOUR, FIVE = _NUMBERS
 
 
 class Edges(NamedTuple):
@@ -139,7 +136,7 @@ def dense_terms(row: Any, alpha: Any, terms: Any, max_term: Any) -> None:
             max_term[c] = term if term > max_term[c] else max_term[c]
 
 
-@jit(forceinline=True)
+@jit(inline="always")
 def _edge_terms(
     row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any, K: int
 ) -> None:
@@ -172,13 +169,13 @@ def edge_terms(
     if dense:
         dense_terms(row, alpha, terms, max_term)
     elif K == 2:
-        _edge_terms(row, sources, alpha, terms, max_term, next_row, TWO)
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 2)
     elif K == 3:
-        _edge_terms(row, sources, alpha, terms, max_term, next_row, THREE)
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 3)
     elif K == 4:
-        _edge_terms(row, sources, alpha, terms, max_term, next_row, FOUR)
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 4)
     elif K == 5:
-        _edge_terms(row, sources, alpha, terms, max_term, next_row, FIVE)
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 5)
     else:
         _edge_terms(row, sources, alpha, terms, max_term, next_row, K)
 
@@ -197,7 +194,7 @@ def add_target_values(edges: Any, row: Any, state_values: Any, edge_values: Any)
                 edge_values[c * K + k] = row[c * K + k] + state_values[c]
 
 
-@jit(forceinline=True)
+@jit(inline="always")
 def _add_source_values(
     sources: Any,
     at_source: Any,
@@ -231,13 +228,13 @@ def add_source_values(
             for c in range(C):
                 row[c] = source_value + at_target[c]
     elif K == 2:
-        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, TWO)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 2)
     elif K == 3:
-        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, THREE)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 3)
     elif K == 4:
-        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, FOUR)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 4)
     elif K == 5:
-        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, FIVE)
+        _add_source_values(sources, at_source, at_target, sums, next_row, next_states, 5)
     else:
         _add_source_values(sources, at_source, at_target, sums, next_row, next_states, K)
 
@@ -279,7 +276,7 @@ def edge_posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: A
         scaled[e] = p * factor
 
 
-@jit(forceinline=True)
+@jit(inline="always")
 def _sum_by_source(outgoing: Any, edge_values: Any, result: Any, out_degree: int) -> None:
     for c in range(len(result)):
         total = 0.0
@@ -296,13 +293,13 @@ def sum_by_source(edges: Any, edge_values: Any, result: Any) -> None:
         for c in range(C):
             result[c] = sum_in_any_order(edge_values[c * C : (c + 1) * C])
     elif edges.out_degree == 2:
-        _sum_by_source(edges.outgoing, edge_values, result, TWO)
+        _sum_by_source(edges.outgoing, edge_values, result, 2)
     elif edges.out_degree == 3:
-        _sum_by_source(edges.outgoing, edge_values, result, THREE)
+        _sum_by_source(edges.outgoing, edge_values, result, 3)
     elif edges.out_degree == 4:
-        _sum_by_source(edges.outgoing, edge_values, result, FOUR)
+        _sum_by_source(edges.outgoing, edge_values, result, 4)
     elif edges.out_degree == 5:
-        _sum_by_source(edges.outgoing, edge_values, result, FIVE)
+        _sum_by_source(edges.outgoing, edge_values, result, 5)
     else:
         for c in range(len(result)):
             result[c] = 0.0
