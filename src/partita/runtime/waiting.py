@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 from .caches import register_cache
 
@@ -16,7 +17,7 @@ SECONDS = 2.0  # of compilation, summed over the kernels of a family; those of T
 
 _spent: dict[str, float] = {}  # the seconds of each family's compilations in this process
 _told: set[str] = set()  # the families whose line was printed
-_active = threading.local()  # has `is_compiling` on a thread that compiles
+_is_compiling: ContextVar[bool] = ContextVar("partita_is_compiling", default=False)
 register_cache("runtime.waiting.seconds", _spent.clear)
 register_cache("runtime.waiting.told", _told.clear)
 
@@ -52,17 +53,16 @@ def compiling(compiler: str, module: str) -> Iterator[None]:
     """
     parts = module.split(".")
     family = parts[2] if parts[:2] == ["partita", "ops"] and len(parts) > 2 else "partita"
-    if getattr(_active, "is_compiling", False) or family in _told or not _is_shown():
+    if _is_compiling.get() or family in _told or not _is_shown():
         yield
         return
     start, spent = time.monotonic(), _spent.get(family, 0.0)
     timer = threading.Timer(max(0.0, SECONDS - spent), _tell, (compiler, family))
-    timer.daemon = True  # a process that ends does not wait for it
     timer.start()
-    _active.is_compiling = True
+    token = _is_compiling.set(True)
     try:
         yield
     finally:
-        _active.is_compiling = False
+        _is_compiling.reset(token)
         timer.cancel()
         _spent[family] = spent + time.monotonic() - start
