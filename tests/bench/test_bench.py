@@ -4,6 +4,7 @@ No test depends on a measured time.
 """
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -340,9 +341,9 @@ def test_wrong_arguments(arguments: str, expected: str, capsys: pytest.CaptureFi
 def test_a_picture_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    find_spec = cli.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        cli.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name: None if name == "matplotlib" else find_spec(name),
     )

@@ -34,7 +34,8 @@ TINY = {
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that there are kernels to compile."""
     monkeypatch.setattr(warm, "nothing_to_warm", lambda device: None)
-    monkeypatch.setattr(warm, "cache_folder", lambda: "/the/cache")
+    monkeypatch.setattr(warm, "cache_folder", lambda device: "/the/cache")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # so it is the default device
 
 
 def tiny(op: str) -> dict[str, tuple[int, ...]]:
@@ -151,7 +152,8 @@ def test_only_sizes_of_the_op_reach_its_worker(monkeypatch: pytest.MonkeyPatch) 
         (["chess"], "op: expected some of softmax, log_softmax, "),
         (["softmax", "--dtype", "fp8"], "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
         (["softmax", "--rows", "0"], "expected positive whole numbers, got '0'"),
-        (["softmax", "--hidden", "8"], "--hidden: a size of linear_cross_entropy, "),
+        (["softmax", "--device", "cpu"], "op: PyTorch serves softmax on a CPU, and compiles"),
+        (["logz", "--hidden", "8"], "--hidden: a size of linear_cross_entropy, "),
         (["softmax", "--width", "8"], "unrecognized arguments: --width 8"),
     ],
     ids=" ".join,
@@ -179,10 +181,10 @@ def test_without_kernels_there_is_nothing_to_warm(
     if cause == "reference":
         monkeypatch.setenv("PARTITA_BACKEND", "reference")
         monkeypatch.setattr(warm, "device_named", lambda name: torch.device("cuda", 0))
-    assert main(["warm", "softmax"]) == 2
+    assert main(["warm", "softmax", "--device", "cuda"]) == 2
     printed = capsys.readouterr()
     expected = {
-        "no GPU": "so there is nothing to warm.",
+        "no GPU": "Without one nothing is compiled for it; --device cpu warms the CPU.",
         "interpreted": "TRITON_INTERPRET is set",
         "no triton": "triton is not installed",
         "reference": "cuda:0 is served by PyTorch",
@@ -190,6 +192,40 @@ def test_without_kernels_there_is_nothing_to_warm(
     assert printed.out == ""
     assert expected[cause] in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("cause", ["no numba", "reference", "interpreted"])
+def test_a_cpu_without_kernels_has_nothing_to_warm(
+    cause: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if cause == "no numba":
+        monkeypatch.setattr(warm, "numba_problem", lambda: "the package numba is not installed")
+    else:
+        name = "triton" if cause == "interpreted" else "reference"
+        monkeypatch.setenv("PARTITA_BACKEND", name)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["warm", "logz", "--device", "cpu"]) == 2
+    expected = {
+        "no numba": "Nothing is compiled for a CPU: the package numba is not installed",
+        "reference": "cpu is served by PyTorch",
+        "interpreted": "Triton's interpreter serves the CPU, and compiles nothing.",
+    }
+    assert expected[cause] in capsys.readouterr().err
+
+
+def test_a_warm_cache_of_numba_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PARTITA_BACKEND", "auto")
+    command = ["warm", "ctc_greedy_search", "--device", "cpu", "--dtype", "fp32"]
+    for compiled, cached in (("1", "0"), ("0", "1")):
+        assert main(command) == 0
+        lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines() if line]
+        assert lines[0] == ["Numba's cache"]
+        assert lines[3][:2] == ["ctc_greedy_search", "fp32"]
+        assert lines[3][3:] == [compiled, cached, "ready"]
+    assert list(tmp_path.rglob("*.nbi"))
 
 
 @pytest.mark.gpu

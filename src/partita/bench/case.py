@@ -6,7 +6,7 @@ the fewest bytes that a part must move, and the truth. All else follows here.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import math
 import operator
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..cli.console import DTYPES
+from ..runtime.backend import is_installed
 from .measure import Step, Timing, nothing, peak_extra_memory, time_steps
 
 Function = Callable[..., Any]
@@ -59,7 +60,7 @@ class Provider:
 
     def missing(self) -> str | None:
         """Return why the provider cannot be timed on this machine, or None."""
-        if any(importlib.util.find_spec(package) is None for package in self.packages):
+        if not all(map(is_installed, self.packages)):
             return f"{self.name}: not installed ({self.install})"
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 
 from ..cli.console import Progress, UsageError, device_named, dtypes, number, numbers, words
 from ..cli.info import no_gpu
+from ..runtime.backend import has_triton
 from . import host, picture, report
 from .case import Case, Provider, Settings
 from .measure import REPETITIONS, Machine, measure_machine
@@ -169,7 +169,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise UsageError("--cold: belongs to `partita bench host`")
     if args.do_bench and "softmax" not in (args.ops or OPS):
         raise UsageError("--do-bench: times softmax, which is not among the ops")
-    if args.do_bench and (device.type != "cuda" or importlib.util.find_spec("triton") is None):
+    if args.do_bench and (device.type != "cuda" or not has_triton()):
         raise UsageError("--do-bench: needs a GPU and Triton")
     providers = choose([] if args.only_ours else words(args.peers))
     settings = Settings(

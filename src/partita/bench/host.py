@@ -36,7 +36,10 @@ ALWAYS = ("torch", "partita")
 PEERS = ("liger", "quack", "koi", "seqdist")
 ROUNDS, QUICK_ROUNDS = 12, 3
 FIRST_CALL = "first call"
-FIRST_CALL_COLUMNS = ("empty_cache_s", "filled_cache_s")  # seconds, by the state of Triton's cache
+FIRST_CALL_COLUMNS = (
+    "empty_cache_s",
+    "filled_cache_s",
+)  # seconds, by the state of the cache of kernels
 LABEL = 14  # letters of a name in the picture, before it gets a second line
 # All peers are in one picture here, so their colours differ.
 COLOURS = {**picture.COLOURS, "koi": "#64b5f6", "seqdist": "#81c784"}
@@ -281,7 +284,7 @@ def seconds(op: str, provider: str, device_name: str) -> float:
 
 
 def first_call(op: str, provider: str, device: torch.device) -> Record:
-    """Measure the first call in fresh processes: Triton's cache is empty, and then it is filled.
+    """Measure the first call in fresh processes: the cache of kernels is empty, and then filled.
 
     PyTorch has no such cache, so it gets one process. A process before these, with a cache of its
     own, leaves the bytecode of all modules, which an installation compiles.
@@ -290,8 +293,9 @@ def first_call(op: str, provider: str, device: torch.device) -> Record:
     columns = FIRST_CALL_COLUMNS if provider == OURS else FIRST_CALL_COLUMNS[:1]
     with tempfile.TemporaryDirectory(prefix="partita-") as cache:
         try:
-            for folder, column in (("before", ""), *(("triton", column) for column in columns)):
-                environment = {"TRITON_CACHE_DIR": f"{cache}/{folder}"}
+            for folder, column in (("before", ""), *(("kernels", column) for column in columns)):
+                variables = "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"
+                environment = dict.fromkeys(variables, f"{cache}/{folder}")
                 first = run_fresh(seconds, op, provider, str(device), environment=environment)
                 record |= {column: first} if column else {}
         except (RuntimeError, OSError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cli.console import Table, UsageError, print_table, require_writable
+from ..runtime.backend import is_installed
 from . import providers
 from .case import DTYPE_NAMES, Case
 from .measure import Machine
@@ -218,7 +218,7 @@ class Files(NamedTuple):
 
 def files_of(args: argparse.Namespace, name: str) -> Files:
     """Return the files of the arguments, in `--out` with this name, or raise UsageError."""
-    if args.svg and importlib.util.find_spec("matplotlib") is None:
+    if args.svg and not is_installed("matplotlib"):
         raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
     files = Files(
         args.csv or (args.out and args.out / f"{name}.csv"),

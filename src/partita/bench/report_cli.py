@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import getpass
 import html
-import importlib.util
 import os
 import platform
 import re
@@ -26,6 +25,7 @@ from .. import __version__
 from ..cli import check, info
 from ..cli.check import Line
 from ..cli.console import Table, UsageError, first_line, require_writable
+from ..runtime.backend import is_installed
 from . import cli, picture
 from .case import is_ours
 from .cli import Measured
@@ -210,7 +210,7 @@ def _bench(bench: Measured, absent: Sequence[str]) -> str:
         intro += [describe(machine)] + [SMALL] * (machine.device.type == "cpu")
         for op in _ops(rows):
             ops += _op(op, [row for row in rows if row.case.op == op], machine)
-    if importlib.util.find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         brings = f"{info.EXTRAS['matplotlib'][1]} brings it"
         intro.append(f"No pictures: matplotlib is not installed; {brings}.")
     problems = [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)]
@@ -224,7 +224,7 @@ def _ops(rows: Sequence[Row]) -> list[str]:
 
 def _op(op: str, rows: Sequence[Row], machine: Machine) -> str:
     """Return the section of an op: pictures, the summary, and the times."""
-    panels = picture.panels(rows) if importlib.util.find_spec("matplotlib") else []
+    panels = picture.panels(rows) if is_installed("matplotlib") else []
     pictures = "".join(_picture(panel, machine, f"{op}-{i}") for i, panel in enumerate(panels))
     tables = (*summary(rows, machine), *times(rows, machine))
     return _section(op, op, _tables(tables, pictures), level=3)

@@ -138,6 +138,8 @@ def print_table(table: Table) -> None:
             for row in (table.header, *table.rows)
             if part == 0 or row is table.header or any(row[i] for i in columns[table.left :])
         )
+        if part and not rows:
+            continue
         widths, notes = _widths((header, *rows)), not header[-1] and table.has_notes
         if notes:
             widths[-1] = max(width - sum(each + GAP for each in widths[:-1]), NOTE_WIDTH)

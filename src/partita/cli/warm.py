@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..runtime.backend import current_backend, has_triton, interpreting, resolve
+from ..runtime.backend import current_backend, has_triton, interpreting, numba_problem, resolve
 from ..testing.samples import CALLS as SAMPLES
 from ..testing.samples import Call, Draw
 from .console import (
@@ -57,12 +57,14 @@ MEANINGS = {
 }
 
 DESCRIPTION = """\
-Compile the kernels of some ops into Triton's cache, so that the first call of a process does not.
+Compile the kernels of some ops ahead, so that the first call of a process does not: on a GPU into
+Triton's cache, and on a CPU, where chains, CTC and transducers have kernels, into Numba's.
 
 Each op runs forward and backward in each dtype at all combinations of the sizes given, or at usual
 ones. Rows, steps and batch are run with one less too, as Triton compiles a kernel for a multiple of
-16 apart from other numbers. Options of an op, such as label_smoothing, may have kernels of their
-own, which are compiled at their first call."""
+16 apart from other numbers. Numba compiles for dtypes alone, so on a CPU the usual sizes are small.
+Options of an op, such as label_smoothing, may have kernels of their own, which are compiled at
+their first call."""
 
 EPILOG = """\
 examples:
@@ -70,10 +72,12 @@ examples:
   partita warm cross_entropy --dtype bf16 --classes 128256
   partita warm ctc_loss --steps 1500 --batch 32 --classes 32
   TRITON_CACHE_DIR=/image/cache partita warm logz viterbi     into a folder to ship
+  partita warm linear_chain --device cpu --dtype fp32         for a job on the CPU
+  NUMBA_CACHE_DIR=/image/cache partita warm --device cpu      into a folder to ship
 
 exit codes:
   0  all is compiled     1  an op failed
-  2  wrong arguments, or no GPU to compile for
+  2  wrong arguments, or nothing to compile
   130  interrupted"""
 
 
@@ -84,7 +88,7 @@ class WarmResult(NamedTuple):
     dtype: str
     seconds: float | None  # of all calls, without starting the process; None where it failed
     compiled: int = 0  # kernels
-    cached: int = 0  # kernels that Triton's cache had before
+    cached: int = 0  # kernels that the cache had before
     note: str = ""
 
 
@@ -102,25 +106,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name in SIZES:
         parser.add_argument(f"--{name}", type=numbers, metavar="NUMBERS", help=MEANINGS[name])
-    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda by default; cuda:1")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        metavar="NAME",
+        help="cuda by default, or cpu without a GPU; cuda:1",
+    )
     parser.add_argument(
         "--jobs",
         type=number,
-        default=max(1, min(MAX_JOBS, (os.cpu_count() or 2) // 2)),
         metavar="NUMBER",
-        help="processes that compile at the same time",
+        help="processes that compile at the same time; on a CPU, where ops share kernels, 1",
     )
 
 
 def ops_of(args: argparse.Namespace) -> list[str]:
     """Return the ops that the user named; `viterbi` names that method of every class."""
-    found = []
+    found, compiled = [], [op for op in OPS if OPS[op].numba or not is_cpu(args.device)]
     for word in args.ops:
         ops = [op for op in OPS if word in (op, op.rpartition(".")[2])]
         if not ops:
             raise UsageError(f"op: expected some of {', '.join(OPS)}, got {word!r}")
+        if not set(ops) & set(compiled):
+            raise UsageError(f"op: PyTorch serves {word} on a CPU, and compiles nothing")
         found += ops
-    return list(dict.fromkeys(found)) or list(OPS)
+    return [op for op in dict.fromkeys(found) if op in compiled] or compiled
 
 
 def sizes_of(args: argparse.Namespace, ops: Sequence[str]) -> Sizes:
@@ -133,20 +143,31 @@ def sizes_of(args: argparse.Namespace, ops: Sequence[str]) -> Sizes:
     return given
 
 
+def is_cpu(device: str) -> bool:
+    return device.partition(":")[0] == "cpu"
+
+
 def nothing_to_warm(device: str) -> str | None:
     """Return why no kernels are compiled on this machine, or None."""
-    if interpreting():
+    if is_cpu(device):
+        if (problem := numba_problem()) is not None:
+            return f"Nothing is compiled for a CPU: {problem}"
+    elif interpreting():
         return "TRITON_INTERPRET is set, so kernels are interpreted and nothing is compiled."
-    if not torch.cuda.is_available():
-        return f"{no_gpu()} Without one nothing is compiled, so there is nothing to warm."
-    if not has_triton():
+    elif not torch.cuda.is_available():
+        return f"{no_gpu()} Without one nothing is compiled for it; --device cpu warms the CPU."
+    elif not has_triton():
         return f"triton is not installed: {EXTRAS['triton'][1]}"
     chosen = device_named(device)
     try:
-        served = resolve(current_backend(), chosen, has_cpu=False)
+        served = resolve(current_backend(), chosen, has_cpu=chosen.type == "cpu")
     except (RuntimeError, ValueError) as error:
         return str(error)
-    return None if served == "gpu" else f"{chosen} is served by PyTorch, which compiles nothing."
+    if served == "gpu" and chosen.type == "cpu":
+        return "Triton's interpreter serves the CPU, and compiles nothing."
+    if served == "reference":
+        return f"{chosen} is served by PyTorch, which compiles nothing."
+    return None if cache_folder(device) else "Numba has no folder to write to: set NUMBA_CACHE_DIR."
 
 
 def warm_in_process(op: str, dtype: str, sizes: Sizes, device: str) -> WarmResult:
@@ -169,7 +190,7 @@ def warm_all(
             for op, dtype in pairs
         }
         try:
-            progress.say(f"{jobs} processes compile")
+            progress.say(f"{jobs} process{'es' * (jobs > 1)} compile{'s' * (jobs == 1)}")
             for future in as_completed(futures):
                 progress.advance()
                 progress.say(f"{' '.join(futures[future])} is done")
@@ -193,9 +214,18 @@ def combinations(sizes: Sizes) -> Iterator[Size]:
 
 @contextmanager
 def _compilations(device: torch.device) -> Iterator[list[bool]]:
-    """Yield a list that gets an entry for each kernel: whether Triton's cache had it."""
+    """Yield a list that gets an entry for each kernel: whether the cache had it."""
     found: list[bool] = []
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda":
+        yield found
+        if numba_problem() is None:
+            from ..primitives.cpu.jit import KERNELS
+
+            for kernel in KERNELS:  # a fresh process has called those of this op alone
+                found += [False] * sum(kernel.stats.cache_misses.values())
+                found += [True] * sum(kernel.stats.cache_hits.values())
+        return
+    if not has_triton():
         yield found
         return
     from triton import knobs
@@ -217,12 +247,16 @@ def _run(call: Call, draw: Draw, size: Size) -> None:
 
 
 def warm_one(op: str, dtype: str, sizes: Sizes, device_name: str) -> WarmResult:
-    """Run an op in a dtype at all combinations of the sizes; those not given are the usual ones."""
+    """Run an op in a dtype at all combinations of the sizes.
+
+    Those not given are the usual ones, and on a CPU, whose kernels serve all sizes, small ones.
+    """
     device = torch.empty(0, device=device_name).device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     draw, call = Draw(DTYPES[dtype], device=device, ragged=False), OPS[op]
-    own = {name: sizes.get(name, usual) for name, usual in call.usual.items()}
+    others = call.usual if device.type == "cuda" else {n: (size,) for n, size in call.small.items()}
+    own = {name: sizes.get(name, others[name]) for name in call.usual}
     start = time.perf_counter()
     with _compilations(device) as found:
         for size in combinations(own):
@@ -233,7 +267,7 @@ def warm_one(op: str, dtype: str, sizes: Sizes, device_name: str) -> WarmResult:
     return WarmResult(op, dtype, seconds, found.count(False), found.count(True))
 
 
-def table(results: Sequence[WarmResult]) -> Table:
+def table(results: Sequence[WarmResult], compiler: str) -> Table:
     header = ["op", "dtype", "seconds", "kernels compiled", "cached before", "result", ""]
     rows = [
         [op, dtype, "", "", "", "FAIL", note]
@@ -241,13 +275,21 @@ def table(results: Sequence[WarmResult]) -> Table:
         else [op, dtype, f"{seconds:.1f}", str(compiled), str(cached), "ready", note]
         for op, dtype, seconds, compiled, cached, note in results
     ]
-    return Table("Triton's cache", header, rows, left=2)
+    return Table(f"{compiler}'s cache", header, rows, left=2)
 
 
-def cache_folder() -> str:
-    from triton import knobs
+def cache_folder(device: str) -> str:
+    """Return the folder of Triton's or Numba's cache; an empty text where Numba finds none."""
+    if not is_cpu(device):
+        from triton import knobs
 
-    return str(knobs.cache.dir)
+        return str(knobs.cache.dir)
+    from ..primitives.cpu import jit
+
+    folder = Path(jit.jit(is_cpu).stats.cache_path or "")  # Numba has a folder for each of sources
+    if folder.name == "__pycache__":
+        return f"the folders __pycache__ of {jit.PACKAGE}"
+    return str(folder.parent) if folder.name else ""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -256,8 +298,9 @@ def main(args: argparse.Namespace) -> int:
     sizes = sizes_of(args, ops)
     if reason := nothing_to_warm(args.device):
         raise UsageError(reason)
-    results = warm_all(ops, args.dtype, sizes, args.device, args.jobs)
-    print_table(table(results))
-    failures = [result for result in results if result.seconds is None]
-    print(f"\n{len(results) - len(failures)} ready, {len(failures)} failed; in {cache_folder()}")
+    usual_jobs = 1 if is_cpu(args.device) else max(1, min(MAX_JOBS, (os.cpu_count() or 2) // 2))
+    results = warm_all(ops, args.dtype, sizes, args.device, args.jobs or usual_jobs)
+    print_table(table(results, "Numba" if is_cpu(args.device) else "Triton"))
+    failures, folder = [x for x in results if x.seconds is None], cache_folder(args.device)
+    print(f"\n{len(results) - len(failures)} ready, {len(failures)} failed; in {folder}")
     return int(bool(failures))

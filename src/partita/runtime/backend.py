@@ -99,11 +99,16 @@ def current_backend() -> str:
     return _known(variable, "PARTITA_BACKEND") if variable else "auto"
 
 
+def is_installed(package: str) -> bool:
+    """Return whether a package is installed, and no hook hides it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
 # This is known from the import on, since Dynamo traces no search for a package.
-try:
-    _HAS_TRITON = importlib.util.find_spec("triton") is not None
-except ImportError:  # of a hook that hides packages
-    _HAS_TRITON = False
+_HAS_TRITON = is_installed("triton")
 
 
 def has_triton() -> bool:

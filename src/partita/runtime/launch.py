@@ -16,6 +16,7 @@ from .caches import BoundedCache, register_cache
 from .recording import FORK, JOIN, LEAVE
 from .sizes import cdiv as cdiv
 from .sizes import next_power_of_2 as next_power_of_2
+from .waiting import compiling
 
 INTERPRETED = interpreting()
 
@@ -107,7 +108,8 @@ def _compile(
     key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Compile a kernel and store it under its key; return whether the C module can launch it."""
-    compiled = kernel.warmup(*args, grid=(programs,), **options, **compiler_options())
+    with compiling("Triton", kernel.__module__):
+        compiled = kernel.warmup(*args, grid=(programs,), **options, **compiler_options())
     # The key names objects by their addresses, so they live as long as its entry.
     keep = kernel, options, list(tuple_types(args))
     bound = launcher.bind(compiled, kernel.arg_names, len(args), keep)

@@ -26,6 +26,7 @@ import torch
 from . import private_names
 from .backend import has_triton, interpreting
 from .caches import register_cache
+from .waiting import compiling
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
@@ -122,7 +123,8 @@ def _connect() -> tuple[Any, str]:
             for name in DRIVER_FUNCTIONS
         }
         of_device = private_names.empty_strided_cuda, private_names.current_device
-        module = build(exchange, triton.knobs.runtime, driver, *of_device)
+        with compiling("the C compiler", __name__):
+            module = build(exchange, triton.knobs.runtime, driver, *of_device)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         return None, f"Triton launches: the C launcher failed ({type(error).__name__}: {reason})"

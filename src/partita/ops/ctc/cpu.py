@@ -31,7 +31,14 @@ from ...primitives.cpu.batch import (
 )
 from ...primitives.cpu.half import number_at
 from ...primitives.cpu.jit import jit
-from ...primitives.cpu.logits import HUGE, Logits, centered_row, logsumexp_row, row_buffers
+from ...primitives.cpu.logits import (
+    HUGE,
+    Logits,
+    centered_row,
+    fill_row,
+    logsumexp_row,
+    row_buffers,
+)
 from ...primitives.cpu.math import exp, exp_floor, log
 from ...runtime.dtypes import acc_dtype
 from .common import CTCInputs
@@ -180,7 +187,7 @@ def forward_scan(share: Any, batch: Any, logits: Any, alpha: Any, save: bool, lo
     for n in share:
         lattice = lattice_of(batch, logits, n)
         length, states = lattice.length, len(lattice.classes)
-        alpha[n, 0, : states + 2] = LOWEST
+        fill_row(alpha[n, 0, : states + 2], LOWEST)
         alpha[n, 0, 2] = 0.0
         for t in range(length):
             row = contiguous_row(steps, t, n, buffers.row)
@@ -258,7 +265,7 @@ def backward_scan(
         factor = grad[n] / len(grad) / max(lattice.target_len, 1) if mean else grad[n]
         for t in range(0 if has_failed else lattice.length, logits.T):
             d_row = row_to_write(result, t, n, d_buffer)
-            d_row[:] = 0.0 if lattice.is_valid and t >= lattice.length else np.nan
+            fill_row(d_row, 0.0 if lattice.is_valid and t >= lattice.length else np.nan)
             finish_row(result, t, n, d_row)
         if has_failed:
             continue

@@ -27,6 +27,7 @@ from ...primitives.cpu.batch import (
     run_over_sequences,
 )
 from ...primitives.cpu.jit import MINUS_ONE, ONE, jit
+from ...primitives.cpu.logits import fill_row
 from ...primitives.cpu.math import exp, log
 from ...runtime.dtypes import acc_dtype
 from ..chain.cpu.paths import cumulative_exp, draw_index, insert, max_over_edges
@@ -427,14 +428,14 @@ def nbest_kernel(sequences: Any, chain: Any, scores: Any, states: Any, starts: A
     for n in sequences:
         for t in range(chain.lengths[n]):
             emission, newest, ways = chain.emissions[n, t], ring[t % D], closing[t]
-            newest[:] = -INF
+            fill_row(newest, -INF)
             for c in range(C):
                 if t == 0:
                     newest[c * R] = chain.start[n, c]
                 for i in range(C if t else 0):
                     step = chain.transitions[0, i, c]
                     insert_paths(alpha, i, step, i * R, R, newest, opening[t], c)
-            alpha[:] = -INF
+            fill_row(alpha, -INF)
             for d in range(min(t + 1, D)):
                 row, duration = ring[(t - d) % D], chain.durations[d]
                 for c in range(C):
@@ -442,7 +443,7 @@ def nbest_kernel(sequences: Any, chain: Any, scores: Any, states: Any, starts: A
                         row[r] += emission[c]
                     if not (row[c * R] + duration[c] <= alpha[(c + 1) * R - 1]):  # seldom
                         insert_paths(row, c, duration[c], d * R, R, alpha, ways, c)
-        last[:] = -INF
+        fill_row(last, -INF)
         for c in range(C):
             insert_paths(alpha, c, chain.end[n, c], c * R, R, last, slots, 0)
         for r in range(R):

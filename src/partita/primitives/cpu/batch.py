@@ -16,7 +16,7 @@ from torch import Tensor
 from ...runtime.caches import register_cache
 from ...runtime.register import resolved
 from .half import NO_NUMBERS, NO_WORDS, load_row, store_row
-from .jit import jit
+from .jit import ONE, jit
 
 INF = np.inf
 LOWEST = np.finfo(np.float64).min  # replaces -inf in maxima, so that no difference from one is NaN
@@ -72,7 +72,7 @@ def row_to_write(result: Any, t: int, n: int, buffer: Any) -> Any:
 def finish_row(result: Any, t: int, n: int, row: Any) -> None:
     """Store a row from `row_to_write`, whose numbers are contiguous in the result."""
     if len(result.words):
-        store_row(result, start_of(result, t, n), 1, row)
+        store_row(result, start_of(result, t, n), ONE, row)
 
 
 def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:

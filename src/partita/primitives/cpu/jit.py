@@ -16,18 +16,36 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.core.compiler import Compiler
 
 from ...runtime.caches import register_cache
 from ...runtime.private_names import numba_without_counts
+from ...runtime.waiting import compiling
 
-# A division that may raise is a branch. No sum may be reordered.
-FLAGS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
+
+class AnnouncedCompiler(Compiler):  # type: ignore[misc]
+    """Numba's compiler, which tells the user when it takes long."""
+
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        with compiling("Numba", func.__module__):
+            return super().compile_extra(func)
+
+
+# A division that may raise is a branch. No sum may be reordered. No code in C calls a kernel, so it
+# needs no wrapper for that, which would take a twentieth of the compilation or more.
+FLAGS: dict[str, Any] = {
+    "fastmath": {"contract"},
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+    "pipeline_class": AnnouncedCompiler,
+}
 # Numba compiles a function anew for each literal that a kernel passes to it, such as 1 or True, but
 # not for a number of NumPy. LLVM knows the value of both.
 MINUS_ONE: Any = np.int64(-1)
 ZERO: Any = np.int64(0)
 ONE: Any = np.int64(1)
 PACKAGE = Path(__file__).parents[2]
+KERNELS: list[Any] = []  # the functions of this process that Python calls, and that are on disk
 STAMP = "partita-sources.txt"  # beside stored code: the hash of the sources that it is from
 
 
@@ -89,6 +107,8 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     except RuntimeError:  # no such directory
         return njit(**options)(function)
     discard_stale_code(Path(dispatcher.stats.cache_path), PACKAGE)
+    if options.get("nogil"):
+        KERNELS.append(dispatcher)
     return dispatcher
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .batch import INF, LOWEST
-from .jit import jit
+from .jit import jit, jit_in_place
 from .math import exp_floor
 
 HUGE = 2.0**40  # of log-sum-exps, whose digits may be too few
@@ -47,6 +47,22 @@ class RowBuffers(NamedTuple):
 def row_buffers(steps: Any, C: int) -> RowBuffers:
     """Return buffers for rows of C numbers."""
     return RowBuffers(np.empty(C, steps.numbers.dtype), np.empty(LANES), np.empty(LANES))
+
+
+@jit_in_place
+def fill_row(row: Any, value: Any) -> None:
+    """Write a value to all places of a row; an assignment to a slice takes long to compile."""
+    for c in range(len(row)):
+        row[c] = value
+
+
+@jit_in_place
+def greatest(row: Any) -> Any:
+    """Return the greatest number of a row, or NaN, as `row.max()`, which takes long to compile."""
+    highest = row[0]
+    for c in range(1, len(row)):
+        highest = row[c] if row[c] > highest or row[c] != row[c] else highest
+    return highest
 
 
 @jit
@@ -89,7 +105,7 @@ def centered_row(row: Any, lse: float, buffers: Any) -> tuple[Any, float]:
     """
     if not HUGE <= abs(lse) < INF:
         return row, lse
-    shift = row.max()
+    shift = greatest(row)
     for c in range(len(row)):
         buffers.row[c] = row[c] - shift
     return buffers.row, logsumexp_row(buffers.row, buffers)

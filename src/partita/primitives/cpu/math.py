@@ -70,7 +70,7 @@ def prefetch(context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def exp_floor(x: float) -> float:
     """Return e**x for x <= 700, and e**-700 for x below -700; NaN stays NaN.
 
@@ -94,14 +94,14 @@ def exp_floor(x: float) -> float:
     return p * from_bits((bits_of(shifted) << 52) + 0x3FF0000000000000)
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def exp(x: float) -> float:
     """Return e**x for x <= 700, and 0 for x below -700; NaN stays NaN."""
     e = exp_floor(x)
     return 0.0 if x < LEAST else e
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def log(x: float) -> float:
     """Return the logarithm of a positive normal number to about 2 ulp; NaN stays NaN."""
     bits = bits_of(x)

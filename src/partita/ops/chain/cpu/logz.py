@@ -29,6 +29,7 @@ from ....primitives.cpu.batch import (
     row_to_write,
 )
 from ....primitives.cpu.jit import jit
+from ....primitives.cpu.logits import fill_row
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
 from ....runtime.register import resolved
@@ -135,7 +136,7 @@ def chain_backward_kernel(
         zero_rows(states, n, length + 1 if edges.dense else 2)
         for t in range(length, 0 if edges.dense else len(alpha) - 1):
             d_row = row_to_write(d_scores, t, n, d_buffer)
-            d_row[:] = 0.0
+            fill_row(d_row, 0.0)
             finish_row(d_scores, t, n, d_row)
 
 

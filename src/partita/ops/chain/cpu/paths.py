@@ -127,7 +127,7 @@ def chain_best_path_kernel(chains: Any, batch: Any, alpha: Any, paths: Any) -> N
                 add_emissions(batch.emissions, t, n, next_state)
             else:
                 next_row = row_at(batch.scores, t + 1, n)
-                edge_terms(row, False, edges.sources, state, terms, max_term, next_row)
+                edge_terms(row, edges.dense, edges.sources, state, terms, max_term, next_row)
                 max_over_edges(flat_terms, zeros, next_state, pointers)
             state, next_state = next_state, state
         for c in range(C):

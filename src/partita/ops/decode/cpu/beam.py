@@ -20,8 +20,14 @@ from ....primitives.cpu.batch import (
     contiguous_row,
     run_over_sequences,
 )
-from ....primitives.cpu.jit import ONE, ZERO, jit
-from ....primitives.cpu.logits import Logits, centered_row, logsumexp_row, row_buffers
+from ....primitives.cpu.jit import MINUS_ONE, ONE, ZERO, jit
+from ....primitives.cpu.logits import (
+    Logits,
+    centered_row,
+    fill_row,
+    logsumexp_row,
+    row_buffers,
+)
 from ....primitives.cpu.math import exp, log
 from ....runtime.sizes import next_power_of_2
 from ..common import Hypotheses, empty_hypotheses
@@ -80,7 +86,8 @@ def greedy_scan(share: Any, lengths: Any, logits: Any, found: Any, blank: int) -
             previous = best
         S, found.scores[n, 0] = (S, total) if valid else (0, np.nan)
         found.lengths[n, 0] = S
-        found.tokens[n, 0, S:], found.steps[n, 0, S:] = -1, -1
+        fill_row(found.tokens[n, 0, S:], MINUS_ONE)
+        fill_row(found.steps[n, 0, S:], MINUS_ONE)
 
 
 def ctc_greedy_search(
@@ -125,7 +132,7 @@ class Trie(NamedTuple):
     event_labels: Any
 
 
-@jit(inline="always")
+@jit(forceinline=True)
 def log_add(a: float, b: float) -> float:
     """Return log(exp(a) + exp(b))."""
     high, low = (a, b) if a > b else (b, a)
@@ -279,7 +286,7 @@ def enter(
     x, y = before
     x2, y2 = after
     scores, ties, first_event = chosen[0], chosen[1], t * len(chosen[0])
-    slots[:] = -1
+    fill_row(slots, MINUS_ONE)
     for w in range(found):
         if not ties[w] & NEW:
             slots[ties[w] & (NEW - 1)] = w
@@ -356,8 +363,11 @@ def beam_scan(
     trie = empty_trie(table_size, logits.T * width + 1, logits.T * width)
     for n in share:
         valid, nodes, size, b = 0 <= lengths[n] <= logits.T, ONE, ONE, 0
-        trie.table[:] = 0
-        x[0, :, 0], y[0, :, 0] = -INF, -1
+        fill_row(trie.table, ZERO)
+        for i in range(x.shape[1]):
+            x[0, i, 0] = -INF
+        for i in range(y.shape[1]):
+            y[0, i, 0] = -1
         x[0, BLANK, 0] = x[0, BEST_BLANK, 0] = x[0, TOTAL, 0] = 0.0
         y[0, NODE, 0], y[0, PARENT_NODE, 0] = 0, -2
         for t in range(lengths[n] if valid else 0):
@@ -389,7 +399,8 @@ def beam_scan(
                 S = trace(trie, event, width, found.tokens[n, i], found.steps[n, i])
                 found.scores[n, i] = x[b, TOTAL, i]
             found.lengths[n, i] = S
-            found.tokens[n, i, S:], found.steps[n, i, S:] = -1, -1
+            fill_row(found.tokens[n, i, S:], MINUS_ONE)
+            fill_row(found.steps[n, i, S:], MINUS_ONE)
 
 
 def ctc_beam_search(

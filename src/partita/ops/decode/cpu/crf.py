@@ -24,7 +24,8 @@ from ....primitives.cpu.batch import (
     start_of,
 )
 from ....primitives.cpu.half import number_at
-from ....primitives.cpu.jit import ZERO, jit
+from ....primitives.cpu.jit import MINUS_ONE, ZERO, jit
+from ....primitives.cpu.logits import fill_row
 from ....runtime.sizes import next_power_of_2
 from ...chain.cpu.logz import chain_gradient, chain_logz
 from ...chain.cpu.paths import chain_scan, chain_viterbi
@@ -71,7 +72,9 @@ def candidates(
     (scores, first_score), (ranks, ties, child) = step, chosen
     numbers, enters = stays
     bases, top = A - 1, len(later) // (A - 1)
-    child[:] = 0  # a bit for each base by which a prefix of the beam is extended in the beam
+    fill_row(
+        child, ZERO
+    )  # a bit for each base by which a prefix of the beam is extended in the beam
     found = ZERO
     for i in range(size):
         c, p = y[STATE, i], y[PARENT, i]
@@ -121,7 +124,7 @@ def enter(
     """Make the next beam of the chosen candidates, and return the number of nodes."""
     (x, y), (x2, y2), (numbers, enters) = before, after, stays
     ties, width = chosen[1], len(chosen[0])
-    slots[:] = -1
+    fill_row(slots, MINUS_ONE)
     for w in range(found):
         if not ties[w] & NEW:
             slots[ties[w] & (NEW - 1)] = w
@@ -195,10 +198,11 @@ def crf_beam_scan(
     chosen = np.empty(width), np.empty(width, np.int64), np.empty(width, np.int64)
     trie = empty_trie(table_size, T * width + C + 1, T * width + 1)
     for n in share:
-        states[n, :], edges[n, :] = -1, -1
+        fill_row(states[n], MINUS_ONE)
+        fill_row(edges[n], MINUS_ONE)
         if not 0 <= lengths[n] <= T:
             continue
-        trie.table[:] = 0
+        fill_row(trie.table, ZERO)
         nodes, b = C, 0
         size = start(later[0, n], x[0], y[0], chosen)
         for t in range(lengths[n]):
@@ -233,7 +237,8 @@ def crf_posteriors_scan(share: Any, lengths: Any, marginals: Any, by_base: Any, 
     C, strides = first.shape[1], marginals.strides
     for n in share:
         length = lengths[n] if 0 <= lengths[n] <= T else 0
-        by_base[:, n, :] = 0.0
+        for t in range(T):
+            fill_row(by_base[t, n], 0.0)
         for t in range(length):
             row = row_at(marginals, t, n)
             for c in range(C):
@@ -241,7 +246,7 @@ def crf_posteriors_scan(share: Any, lengths: Any, marginals: Any, by_base: Any, 
                 for a in range(bases + 1):
                     total += row[c * strides[2] + a * strides[3]]
                 by_base[t, n, c % bases] += total
-        first[n, :] = 1.0 / C
+        fill_row(first[n], 1.0 / C)
         row = row_at(marginals, ZERO, n)
         for c in range(C if length else 0):
             first[n, c] = row[c * strides[2]]
@@ -283,7 +288,10 @@ def crf_calls_scan(
     T, bases = len(edges), by_base.shape[2]
     posteriors = np.empty(state_len + T)
     for n in share:
-        labels[n, :], steps[n, :], log_probs[n, :], moves[n, :] = 0, -1, 0.0, False
+        fill_row(labels[n], ZERO)
+        fill_row(steps[n], MINUS_ONE)
+        fill_row(log_probs[n], 0.0)
+        fill_row(moves[n], ZERO)
         first, length, found = states[0, n], lengths[n], 0
         if first >= 0 and 0 <= length <= T:
             found, power = state_len, of_first.shape[1]

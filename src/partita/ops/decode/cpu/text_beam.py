@@ -19,8 +19,14 @@ import numpy as np
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_integers, as_steps, contiguous_row, run_over_sequences
-from ....primitives.cpu.jit import MINUS_ONE, ZERO, jit, jit_in_place
-from ....primitives.cpu.logits import Logits, centered_row, logsumexp_row, row_buffers
+from ....primitives.cpu.jit import MINUS_ONE, ONE, ZERO, jit, jit_in_place
+from ....primitives.cpu.logits import (
+    Logits,
+    centered_row,
+    fill_row,
+    logsumexp_row,
+    row_buffers,
+)
 from ....runtime.sizes import next_power_of_2
 from ..phrase_boost import Arcs
 from ..text_tables import (
@@ -246,9 +252,9 @@ def node_after_label(search: Any, tables: Any, options: Any, node: int, label: i
 @jit_in_place
 def start(search: Any, tables: Any) -> None:
     """Set a search to the start of a sequence."""
-    search.counts[:] = 0
+    fill_row(search.counts, ZERO)
     search.counts[NODES] = search.counts[SIZE] = search.counts[VALID] = 1
-    search.table[:] = 0
+    fill_row(search.table, ZERO)
     root, hot, boost, total = search.nodes[0], 0, 0, 0.0
     if not tables.spelling.by_token:  # a text follows a boundary
         total, hot = follow(tables.hotwords, ZERO, FIRST_SYMBOL)
@@ -256,11 +262,11 @@ def start(search: Any, tables: Any) -> None:
         total += added
     root[PARENT], root[SYMBOL], root[LEX], root[LENGTH] = -1, -1, 0, 0
     root[LM], root[HOT], root[BOOST], root[PLACE] = tables.model.places[3], hot, boost, -1
-    search.node_scores[0, :] = total
-    search.numbers[0, :2] = 0.0
-    search.integers[0, : END + 1] = 0
+    fill_row(search.node_scores[0], total)
+    fill_row(search.numbers[0, :2], 0.0)
+    fill_row(search.integers[0, : END + 1], ZERO)
     search.integers[0, EVENT] = -1
-    search.children[0, :] = -1
+    fill_row(search.children[0], MINUS_ONE)
 
 
 @jit_in_place
@@ -501,7 +507,7 @@ def copy_hypothesis(x: Any, y: Any, x2: Any, y2: Any) -> None:
 def enter(search: Any, new: Any, found: int, size: int) -> None:
     """Make the best candidates the hypotheses of the search, and enter their events."""
     t, width = search.counts[STEPS], len(new.free)
-    new.free[:] = 1
+    fill_row(new.free, ONE)
     for place in range(found):
         search.nodes[new.integers[place, NODE], PLACE] = -1
     for w in range(size):
@@ -516,7 +522,7 @@ def enter(search: Any, new: Any, found: int, size: int) -> None:
             while free < width and not new.free[free]:
                 free += 1
             y[ROW], free = free, free + 1
-            search.children[y[ROW], :] = -1
+            fill_row(search.children[y[ROW]], MINUS_ONE)
         for k in range(y[ENDINGS]):
             if y[6 + 3 * k] <= -2:
                 event = search.counts[EVENTS]
@@ -544,10 +550,10 @@ def commit(search: Any, horizon: int) -> None:
     kept = 0
     for i in range(search.counts[SIZE]):
         if last_before(search, y[i, EVENT], horizon) != decided:
-            x[i, :2] = -INF
+            fill_row(x[i, :2], -INF)
         for k in range(y[i, ENDINGS]):
             if last_before(search, y[i, 6 + 3 * k], horizon) != decided:
-                x[i, 2 + 2 * k : 4 + 2 * k] = -INF
+                fill_row(x[i, 2 + 2 * k : 4 + 2 * k], -INF)
         if total_of(x[i], y[i, ENDINGS], MINUS_ONE) > -INF:
             copy_hypothesis(x[i], y[i], x[kept], y[kept])
             kept += 1
@@ -626,7 +632,7 @@ def collect_nodes(search: Any) -> None:
     for i in range(counts[SIZE]):
         marks[search.integers[i, NODE]] = 1
     root = shared_ancestor(nodes[:, PARENT], marks, heads)
-    search.table[:] = 0
+    fill_row(search.table, ZERO)
     kept = 0
     for node in range(max(root, 0), counts[NODES]):
         if marks[node]:
@@ -639,7 +645,8 @@ def collect_nodes(search: Any) -> None:
             kept += 1
     for i in range(counts[SIZE]):
         search.integers[i, NODE] = marks[search.integers[i, NODE]]
-    search.children[:] = -1
+    for row in search.children:
+        fill_row(row, MINUS_ONE)
     counts[NODES] = kept
 
 

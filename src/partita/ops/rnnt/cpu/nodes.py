@@ -13,7 +13,7 @@ import numpy as np
 from ....primitives.cpu.batch import start_of
 from ....primitives.cpu.half import load_row, store_row
 from ....primitives.cpu.jit import jit
-from ....primitives.cpu.logits import HUGE, logsumexp_row, row_buffers
+from ....primitives.cpu.logits import HUGE, fill_row, greatest, logsumexp_row, row_buffers
 from ....primitives.cpu.math import exp
 
 
@@ -85,7 +85,7 @@ def log_sum_of_row(row: Any, buffers: Any) -> tuple[float, float]:
     total = logsumexp_row(row, buffers)
     if not HUGE <= abs(total) < np.inf:
         return 0.0, total
-    shift, total = row.max(), 0.0
+    shift, total = greatest(row), 0.0
     for c in range(len(row)):
         total += np.exp(row[c] - shift)
     return shift, np.log(total)
@@ -116,7 +116,7 @@ def read_nodes(
                     labels_only[c] = row[c]
                 labels_only[batch.blank] = -np.inf
                 shift, total = log_sum_of_row(labels_only, buffers)
-                if total != total and labels_only.max() == -np.inf:
+                if total != total and greatest(labels_only) == -np.inf:
                     total = -np.inf
                 arcs[0, b, t, u] = log_sigmoid(blank) - sigma
             else:
@@ -206,9 +206,9 @@ def write_gradient(
         for u in range(U1):
             blank = posteriors[0, b, t, u]
             label = posteriors[1, b, t, u] * label_factor
-            row_result[:] = 0.0
+            fill_row(row_result, 0.0)
             if grad[b] != 0.0 and (blank != blank or label != label):
-                row_result[:] = np.nan
+                fill_row(row_result, np.nan)
             elif grad[b] != 0.0 and (blank != 0.0 or label != 0.0):
                 if fused:
                     row = node_row(logits, b, t, u, buffer)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....primitives.cpu.batch import LOWEST
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import MINUS_ONE, jit
+from ....primitives.cpu.logits import fill_row, greatest
 from ....primitives.cpu.math import exp, exp_floor, log
 
 IMPOSSIBLE = LOWEST / 2  # a smaller value is the sum of LOWEST and log-probabilities
@@ -61,8 +62,8 @@ def log_sum_rows(terms: Any, first: int, last: int, maxima: Any, totals: Any, re
     """
     own = slice(first, last + 1)
     highest, total, found = maxima[own], totals[own], result[own]
-    highest[:] = LOWEST
-    total[:] = 0.0
+    fill_row(highest, LOWEST)
+    fill_row(total, 0.0)
     for a in range(len(terms)):
         row = terms[a, own]
         for u in range(len(row)):
@@ -103,7 +104,7 @@ def forward_states(lattice: Any) -> Any:
             m, shift = n - steps_of[a] - labels_of[a], labels_of[a]
             start = max(first, shift)
             if m < 0:
-                terms[a, first : last + 1] = LOWEST
+                fill_row(terms[a, first : last + 1], LOWEST)
                 continue
             terms[a, 0] = LOWEST
             before = slice(start - shift, last + 1 - shift)
@@ -144,7 +145,7 @@ def backward_posteriors(alpha: Any, lattice: Any, logz: float, posteriors: Any, 
     """Write the posteriors of the arcs of a sequence, `[A, B, T, U1]`, from alpha and beta."""
     scores, steps, labels, steps_of, labels_of = lattice
     A, N, U1 = scores.shape
-    beta = np.full((N + steps_of.max() + 1, U1 + 1), LOWEST)
+    beta = np.full((N + greatest(steps_of) + 1, U1 + 1), LOWEST)
     terms, maxima, totals = np.empty((A, U1)), np.empty(U1), np.empty(U1)
     for n in range(N - 1, -1, -1):
         first, last = max(0, n - steps + 1), min(n, labels)
@@ -175,7 +176,9 @@ def scan_sequences(
     An invalid sequence has the loss NaN and posteriors NaN.
     """
     for b in share:
-        posteriors[:, b : b + 1] = np.nan if lengths.invalid[b] else 0.0
+        for a in range(len(posteriors)):
+            for t in range(posteriors.shape[2]):
+                fill_row(posteriors[a, b, t], np.nan if lengths.invalid[b] else 0.0)
         losses[b] = np.nan if lengths.invalid[b] else np.inf
         if lengths.invalid[b] or lengths.steps[b] == 0:
             continue
@@ -204,7 +207,8 @@ def align_sequences(
     steps_of, labels_of = arcs
     for b in share:
         steps, labels = lengths.steps[b], lengths.labels[b]
-        steps_out[b], scores_out[b] = -1, np.nan if lengths.invalid[b] else 0.0
+        fill_row(steps_out[b], MINUS_ONE)
+        fill_row(scores_out[b], np.nan if lengths.invalid[b] else 0.0)
         score[b] = np.nan if lengths.invalid[b] else -np.inf
         if lengths.invalid[b] or steps == 0:
             continue
@@ -225,7 +229,7 @@ def align_sequences(
                         best[t, u], entered_by[t, u] = value, a
         score[b] = best[steps, labels]
         if score[b] != score[b]:
-            scores_out[b] = np.nan
+            fill_row(scores_out[b], np.nan)
         t, u = steps, labels
         while score[b] > -np.inf and t + u > 0:
             a = entered_by[t, u]
