@@ -18,8 +18,14 @@ from partita.runtime import backend, launcher, private_names
 SOURCE = Path(partita.__file__).parent
 PUBLIC: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),
-    "triton": ("triton.knobs", "triton.language", "triton.testing", "triton.experimental.gluon"),
-    "numba": ("numba.types", "numba.njit", "numba.extending", "numba.TypingError"),
+    "triton": (
+        *("triton.knobs", "triton.language", "triton.testing", "triton.experimental.gluon"),
+        "triton.tools.tensor_descriptor",
+    ),
+    "numba": (
+        *("numba.types", "numba.njit", "numba.extending", "numba.TypingError"),
+        "numba.core.compiler",  # Numba's manual customizes the compiler by this module
+    ),
 }
 NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 # Attributes of Python's own objects, and of packages that the benchmark is compared with.

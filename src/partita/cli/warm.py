@@ -212,18 +212,28 @@ def combinations(sizes: Sizes) -> Iterator[Size]:
         yield dict(zip(sizes, chosen, strict=True))
 
 
+def _numba_loads() -> dict[bool, int]:
+    """Return how many kernels of Numba this process has compiled, and how many its cache had."""
+    if numba_problem() is not None:
+        return {False: 0, True: 0}
+    from ..primitives.cpu.jit import KERNELS
+
+    stats = [kernel.stats for kernel in KERNELS]
+    return {
+        False: sum(sum(each.cache_misses.values()) for each in stats),
+        True: sum(sum(each.cache_hits.values()) for each in stats),
+    }
+
+
 @contextmanager
 def _compilations(device: torch.device) -> Iterator[list[bool]]:
     """Yield a list that gets an entry for each kernel: whether the cache had it."""
     found: list[bool] = []
     if device.type != "cuda":
+        before = _numba_loads()
         yield found
-        if numba_problem() is None:
-            from ..primitives.cpu.jit import KERNELS
-
-            for kernel in KERNELS:  # a fresh process has called those of this op alone
-                found += [False] * sum(kernel.stats.cache_misses.values())
-                found += [True] * sum(kernel.stats.cache_hits.values())
+        for cached, number in _numba_loads().items():
+            found += [cached] * (number - before[cached])
         return
     if not has_triton():
         yield found

@@ -141,7 +141,7 @@ def test_a_state_that_changes_its_shape_is_refused() -> None:
 
     growing = network._replace(predict=Growing(6, 8))
     for function in (rnnt_greedy_search, rnnt_beam_search):
-        with pytest.raises(ValueError, match=r"^predict: expected a state whose tensors have the"):
+        with pytest.raises(ValueError, match=r"^predict: expected a state whose tensors keep"):
             growing.search(function)
 
 
