@@ -23,8 +23,8 @@ IN_PYTORCH = "PyTorch's own functions serve it"
 WITH_REST = "logprobs: it calls aten.fill_.Tensor; logprobs_backward: it calls aten.clone.default"
 # PyTorch checks the offsets of recorded supports, and sorts their ids.
 SORTED = "support_sets: it calls aten.lt.Tensor"
-# The matrix products of its chunks are PyTorch's.
-PRODUCTS = "contrastive_state: it calls aten.mm.out; contrastive_gradient: it calls aten.mm.out"
+# The matrix products of its chunks, and its test for gradients of zero, are PyTorch's.
+PRODUCTS = "contrastive_state: it calls aten.mm.out; contrastive_gradient: it calls aten.eq.Scalar"
 # What `partita info --replay` says of the calls that are not replayed, or of which a part is not.
 EXCEPTIONS = {
     "support_stats": SORTED,
