@@ -6,7 +6,9 @@ No test depends on a measured time.
 import dataclasses
 import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ PEERS = (
 )
 TINY = "--elements 2048 --columns 16,33 --repetitions 2"
 SOFTMAX = f"softmax {TINY} --no-sweep --device cpu"
+NAIVE = next(peer for peer in providers.PEERS if peer.name == "naive")
 
 
 @pytest.fixture
@@ -48,69 +51,47 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *extra: monkeypatch.setattr(providers, "PEERS", (TORCH, *extra))
 
 
-@pytest.mark.long
-@devices
-def test_all_ops_with_table_csv_and_picture(
-    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], peers: Callable[..., None]
-) -> None:
-    naive = next(peer for peer in providers.PEERS if peer.name == "naive")
-    peers(naive)
-    out = tmp_path / "new folder"
-    command = f"{TINY} --quick --peers torch,naive --device {device}"
-    assert bench(command, "--out", str(out)) == 0
-    machine, measured = read(out / "bench.csv")
-    found = {(row["op"], row["part"], row["dtype"], row["provider"]) for row in measured}
-    for dtype in ("fp32", "bf16"):
-        for name in ("partita", "torch"):
-            assert {
-                ("softmax", part, dtype, name) for part in ("forward", "backward", "total")
-            } <= found
-            assert {
-                ("cross_entropy", part, dtype, name)
-                for part in ("inference", "forward", "backward", "total")
-            } <= found
-            assert {
-                (op, part, dtype, name)
-                for op in ("token_stats", "logprobs")
-                for part in ("inference", "backward", "total")
-            } <= found
-            assert ("log_softmax", "inference", dtype, name) in found
-            assert ("viterbi", "inference", dtype, name) in found
-            assert ("linear_viterbi", "inference", dtype, name) in found
-            assert {
-                (op, part, dtype, name)
-                for op in (*CHAINS, *CTC[:2], *RNNT[:2])
-                for part in ("inference", "forward", "backward", "total")
-            } <= found
-        assert ("ctc_align", "inference", dtype, "partita") in found
-        assert ("semi_markov_viterbi", "inference", dtype, "partita") in found
-        assert ("semi_markov_nbest", "inference", dtype, "partita") in found
-        assert ("cross_entropy", "total", dtype, "partita-inplace") in found
-    for op, dtype in (("hmm_fit", "fp32"), ("ctc_crf_stitch", "fp32"), ("ngram_advance", "fp64")):
-        assert (op, "inference", dtype, "partita") in found
-    parts = ("inference", "forward", "backward", "total")
-    from_hidden = {
-        (part, "bf16", name)
-        for part in parts
-        for name in ("partita-fast", "partita-lean", "products", "torch")
-    }
-    assert all({row[1:] for row in found if row[0] == op} == from_hidden for op in LINEAR)
-    assert {name for op, part, _, name in found if part == "replay"} == {
-        "partita",
-        "torch",
-        "naive",
-    }
+PARTS = ("inference", "forward", "backward", "total")
+FROM_HIDDEN = {*product(PARTS, ("bf16",), ("partita-fast", "partita-lean", "products", "torch"))}
+OF_BOTH = ("fp32", "bf16"), ("partita", "torch")  # dtypes and providers
+# What the table has of some cases, (part, dtype, provider) each.
+MEASURED: dict[str, set[tuple[str, ...]]] = {
+    "softmax": {*product(PARTS[1:], *OF_BOTH)},
+    "log_softmax": {*product(PARTS[:1], *OF_BOTH)},
+    "cross_entropy": {
+        *product(PARTS, *OF_BOTH),
+        *product(("total",), ("fp32", "bf16"), ("partita-inplace",)),
+    },
+    **{
+        name: {*product(("inference", "backward", "total"), *OF_BOTH)}
+        for name in ("token_stats", "logprobs")
+    },
+    **{name: {*product(PARTS, *OF_BOTH)} for name in (*CHAINS, *CTC[:2], *RNNT[:2])},
+    **{name: {*product(PARTS[:1], *OF_BOTH)} for name in ("viterbi", "linear_viterbi")},
+    **{
+        name: {*product(PARTS[:1], ("fp32", "bf16"), ("partita",))}
+        for name in ("ctc_align", "semi_markov_viterbi", "semi_markov_nbest")
+    },
+    "hmm_fit": {("inference", "fp32", "partita")},
+    "ctc_crf_stitch": {("inference", "fp32", "partita")},
+    "ngram_advance": {("inference", "fp64", "partita")},
+}
+
+
+def check_rows(machine: dict[str, float], measured: list[dict[str, str]], device: str) -> None:
+    """Check what each line of a table says of its time, its error and its share of a bandwidth."""
     for row in measured:
         assert row["note"] == ""
         assert 0 < float(row["min_ms"]) <= float(row["median_ms"]) <= float(row["max_ms"])
         exact = (
             row["provider"] == "partita" or row["dtype"] == "fp32"
         )  # elsewhere gradients are summed in half types
-        judged = not row["op"].startswith(("linear_", "contrastive_"))  # they have their own tests
-        assert not judged or float(row["error_ulp"] or row["error_nats"] or row["error"]) < (
-            (1e-4 if exact else 1e-2) if row["steps"] else 64
-        )
-        if row["fraction"]:
+        # Losses from hidden states and of pairs have tests of their own.
+        if not row["op"].startswith(("linear_", "contrastive_")):
+            names = ("error_ulp", "error_nats", "error")
+            error = next(float(row[name]) for name in names if row.get(name))
+            assert error < ((1e-4 if exact else 1e-2) if row.get("steps") else 64)
+        if row.get("fraction"):
             assert float(row["gb_per_s"]) == pytest.approx(
                 int(row["bytes"]) / float(row["median_ms"]) / 1e6, rel=1e-4
             )
@@ -124,14 +105,52 @@ def test_all_ops_with_table_csv_and_picture(
             "linear_truncated_stats",
             "linear_cross_entropy_lora",
             "linear_distillation_loss",
-            "contrastive_loss",
         )
         of_rows = ("cross_entropy", "divergence", *of_heads)
-        assert bool(row["extra_memory_bytes"]) == (
+        assert bool(row.get("extra_memory_bytes")) == (
             device == "cuda"
             and row["op"] in (*LINEAR, *of_rows, *CHAINS, *CTC, *RNNT)
             and measured_part
         )
+
+
+def table(ops: str, device: str, out: Path) -> tuple[Any, list[Any], dict[str, set[Any]]]:
+    """Return the machine, the lines of a table, and what it has of each case."""
+    assert (
+        bench(f"{ops} {TINY} --quick --peers torch,naive --device {device}", "--out", str(out)) == 0
+    )
+    machine, measured = read(out / "bench.csv")
+    found: dict[str, set[Any]] = defaultdict(set)
+    for row in measured:
+        found[row["op"]].add((row["part"], row["dtype"], row["provider"]))
+    return machine, measured, found
+
+
+@devices
+@pytest.mark.parametrize("op", cli.OPS)
+def test_the_table_of_an_op(
+    op: str, device: str, tmp_path: Path, peers: Callable[..., None]
+) -> None:
+    peers(NAIVE)
+    machine, measured, found = table(op, device, tmp_path)
+    assert measured
+    check_rows(machine, measured, device)
+    assert all(MEASURED.get(name, set()) <= rows for name, rows in found.items())
+    assert all(found[name] == FROM_HIDDEN for name in LINEAR if name in found)
+
+
+@devices
+def test_table_csv_and_picture_of_some_ops(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], peers: Callable[..., None]
+) -> None:
+    peers(NAIVE)
+    out = tmp_path / "new folder"
+    _, measured, _ = table("softmax cross_entropy chain ctc", device, out)
+    assert {row["provider"] for row in measured if row["part"] == "replay"} == {
+        "partita",
+        "torch",
+        "naive",
+    }
     sizes = {
         tuple(row[name] for name in chain.ChainCase.sizes)
         for row in measured
@@ -156,6 +175,15 @@ def test_all_ops_with_table_csv_and_picture(
     shares = "\nsteps × chains × states × slots  partita  torch\n"
     assert (shares in printed) == (device == "cuda")
     assert ("No GPU" in printed) == (not torch.cuda.is_available())
+
+
+@pytest.mark.long
+def test_all_ops_are_measured_by_default(tmp_path: Path, peers: Callable[..., None]) -> None:
+    peers(NAIVE)
+    machine, measured, found = table("", "cpu", tmp_path)
+    check_rows(machine, measured, "cpu")
+    assert all(rows <= found[name] for name, rows in MEASURED.items())
+    assert all(found[name] == FROM_HIDDEN for name in LINEAR)
 
 
 def test_an_absent_peer_gets_one_line(
