@@ -41,7 +41,7 @@ def _tell(compiler: str, family: str) -> None:
 
 
 @contextlib.contextmanager
-def compiling(compiler: str, module: str) -> Iterator[None]:
+def compiling(compiler: str, module: str | None) -> Iterator[None]:
     """Tell the user if this compilation, with the earlier ones of its family, takes long.
 
     A timer prints the line, and is cancelled where the compilation ends before. There is none for a
@@ -49,9 +49,10 @@ def compiling(compiler: str, module: str) -> Iterator[None]:
 
     Args:
         compiler: the name of the compiler.
-        module: the module of the kernel, whose folder in `ops` names the family.
+        module: the module of the kernel, whose folder in `ops` names the family. A function that
+            comes from no file has none.
     """
-    parts = module.split(".")
+    parts = (module or "").split(".")
     family = parts[2] if parts[:2] == ["partita", "ops"] and len(parts) > 2 else "partita"
     if _is_compiling.get() or family in _told or not _is_shown():
         yield

@@ -358,9 +358,9 @@ def contrastive_gradient(
     da, db, sums = empty_gradients(a, b, a_grad, b_grad)
     of_columns = LogSumExp(*columns) if symmetric else None
     plan, factor = planned_chunks(a, b, budget, saved, kernels), gradient_factor(a.dtype)
-    gradients, are_known = a.new_empty(plan[0], padded_width(len(b))), len(saved) > 0
-    each = similarities_of_chunks(a, b, *plan, saved, are_known)
+    each = similarities_of_chunks(a, b, *plan, saved, are_known=len(saved) > 0)
     a, b = as_factors(a, b)
+    gradients = a.new_empty(plan[0], padded_width(len(b)))
     if len(a) == 0:
         db.zero_()
     for some, similarities in each:
