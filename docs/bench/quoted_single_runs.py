@@ -16,15 +16,18 @@ def _all(op: str, machine: str, size: str, variant: str) -> str:
     return ", ".join(each["ms"] for each in found)
 
 
+def _each(op: str, machine: str, size: str, *variants: str) -> list[str]:
+    """Return the times of some variants of a case."""
+    return [_all(op, machine, size, variant) for variant in variants]
+
+
 @figure
 def divergence_rows() -> str:
     bound = float(_all("divergence", "H100", "beta 0", "copy"))
     lines = []
     for beta in ("0", "0.5", "1"):
-        time, plain = (
-            _all("divergence", "H100", f"beta {beta}", variant)
-            for variant in ("one pass", "without the hints")
-        )
+        size = f"beta {beta}"
+        time, plain = _each("divergence", "H100", size, "one pass", "without the hints")
         share = digits(bound / float(time), 2)
         lines.append([beta, f"{time} ms", share, plain and f"{plain} ms"])
     return table(["`beta`", "time", "share of the bandwidth", "without the hints"], lines)
@@ -44,14 +47,9 @@ def divergence_rows_h200() -> str:
 
 @figure
 def linear_batch_invariant() -> str:
+    case, variants = ("linear_cross_entropy", "H100"), ("usual", "batch-invariant")
     lines = [
-        [
-            f"{tokens:,}",
-            *(
-                _all("linear_cross_entropy", "H100", f"{tokens} tokens", variant)
-                for variant in ("usual", "batch-invariant")
-            ),
-        ]
+        [f"{tokens:,}", *_each(*case, f"{tokens} tokens", *variants)]
         for tokens in (1, 1024, 2048, 4096, 8192)
     ]
     return table(["tokens", "usual", "in the mode"], lines)
@@ -75,10 +73,8 @@ def linear_packed() -> str:
 
 @figure
 def linear_low_rank() -> str:
-    bare, ours, without = (
-        _all("linear_cross_entropy", "H200", "rank 16", variant)
-        for variant in ("two products", "low rank", "without low rank")
-    )
+    variants = ("two products", "low rank", "without low rank")
+    bare, ours, without = _each("linear_cross_entropy", "H200", "rank 16", *variants)
     ratio = digits(float(ours) / float(bare))
     return f"{ours} ms,\n  {ratio} × two bare products ({bare}); without low rank {without}"
 
@@ -86,10 +82,7 @@ def linear_low_rank() -> str:
 @figure
 def rnnt_batch_invariant() -> str:
     (usual, mode), (few, few_mode) = (
-        [
-            _all("linear_rnnt_loss", "H200", size, variant)
-            for variant in ("usual", "batch-invariant")
-        ]
+        _each("linear_rnnt_loss", "H200", size, "usual", "batch-invariant")
         for size in ("32 x 400 x 100", "8 x 200 x 40")
     )
     return (
@@ -102,10 +95,7 @@ def rnnt_batch_invariant() -> str:
 def distillation_times() -> str:
     size = "8192 x 4096 x 128256"
     divergence = _all("linear_divergence", "H200", size, "kl")
-    two, four = (
-        _all("linear_distillation_loss", "H200", size, terms)
-        for terms in ("hard kl", "hard kl jsd tv")
-    )
+    two, four = _each("linear_distillation_loss", "H200", size, "hard kl", "hard kl jsd tv")
     return (
         f"{divergence} ms on an H200 for `linear_divergence`, {two} ms for `hard` and `kl`,\n"
         f"and {four} ms for `hard`, `kl`, `jsd` and `tv`"

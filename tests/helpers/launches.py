@@ -2,7 +2,6 @@
 
 import functools
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from helpers.ngrams import arpa, ngrams_of
+from helpers.ngrams import model_of
 from triton.runtime.jit import JITFunction
 
 import partita
@@ -315,10 +314,7 @@ def call_decode(dtype: torch.dtype) -> None:
     texts = torch.zeros(300, 1, 31, dtype=dtype)  # more scores than the beam has numbers
     labels = ["", *map(chr, range(0x61, 0x7E)), " "]
     boost = {"hotwords": ["a"], "boost": partita.PhraseBoost(["b"], labels, 1.0)}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.arpa")
-        path.write_text(arpa(ngrams_of([["a"]], 2)), encoding="utf-8")
-        model = partita.NgramLM.from_arpa(path)
+    model = model_of([["a"]], 2)
     partita.CTCDecoder(labels)(texts, beam_width=1)
     for from_logits, given, width in ((True, {}, 64), (False, boost, 16)):
         decoder = partita.CTCDecoder(labels, language_model=model)

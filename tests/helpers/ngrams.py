@@ -2,7 +2,11 @@
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from partita import NgramLM
 
 Gram = tuple[str, ...]
 
@@ -99,3 +103,11 @@ def log10_score(
         total += log10_prob(ngrams, history[max(0, len(history) - order + 1) :], known)
         history = (*history, known)
     return total
+
+
+def model_of(sentences: Sequence[Sequence[str]], order: int, **options: Any) -> NgramLM:
+    """Return the model of sentences, as it is read from an ARPA file with these options."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "model.arpa")
+        path.write_text(arpa(ngrams_of(sentences, order)), encoding="utf-8")
+        return NgramLM.from_arpa(path, **options)

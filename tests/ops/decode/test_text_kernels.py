@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.ngrams import arpa, ngrams_of
+from helpers.ngrams import model_of
 from helpers.rows import kernel_devices
 from torch import Tensor
 
@@ -17,10 +17,8 @@ SENTENCES = [text.split() for text in ("a ab b", "b a", "ab ab a", "b b ab", "a"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> NgramLM:
-    path = tmp_path_factory.mktemp("model") / "model.arpa"
-    path.write_text(arpa(ngrams_of(SENTENCES, 3)), encoding="utf-8")
-    return NgramLM.from_arpa(path)
+def model() -> NgramLM:
+    return model_of(SENTENCES, 3)
 
 
 def drawn(T: int, C: int, seed: int = 0, N: int = 1, scale: float = 2.0) -> Tensor:

@@ -1,13 +1,12 @@
 """Beam search of transducers, against all of their sequences and against loops."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.ngrams import arpa, corpus, ngrams_of
+from helpers.ngrams import corpus, model_of
 from helpers.transducers import (
     Cached,
     Recurrent,
@@ -25,10 +24,8 @@ TDT = (0, 1, 2, 4)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> NgramLM:
-    path: Path = tmp_path_factory.mktemp("models") / "model.arpa"
-    path.write_text(arpa(ngrams_of(corpus(200, words=6), 3)))
-    return NgramLM.from_arpa(path, labels=LABELS)
+def model() -> NgramLM:
+    return model_of(corpus(200, words=6), 3, labels=LABELS)
 
 
 def texts(found: Any, b: int) -> list[tuple[int, ...]]:

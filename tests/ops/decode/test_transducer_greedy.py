@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.ngrams import arpa, corpus, ngrams_of
+from helpers.ngrams import corpus, model_of
 from helpers.transducers import (
     BLANK,
     Cached,
@@ -43,10 +43,8 @@ def assert_found(found: Any, b: int, expected: Found) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> NgramLM:
-    path = tmp_path_factory.mktemp("models") / "model.arpa"
-    path.write_text(arpa(ngrams_of(corpus(200, words=6), 3)))
-    return NgramLM.from_arpa(path, labels=LABELS)
+def model() -> NgramLM:
+    return model_of(corpus(200, words=6), 3, labels=LABELS)
 
 
 @pytest.mark.parametrize("kind", [Recurrent, Stateless, Cached])

@@ -65,7 +65,7 @@ class TransducerHypotheses(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How far a greedy search of B sequences is. Each round writes over it.
+    """The place of a greedy search in each of B sequences, which each round writes over.
 
     Fields:
         t: `[B]` int64, the frame.
@@ -89,7 +89,7 @@ class Walk(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a greedy search has found, `[B, S + 1]`; the last column is no result.
+    """The results of a greedy search, `[B, S + 1]`, with a last column that is none.
 
     Fields:
         tokens, steps, durations: int64.

@@ -32,7 +32,7 @@ from ..common import ContrastiveKernels, Logits, LogSumExp, Product, has_fast_pr
 
 
 class Tiling(NamedTuple):
-    """How a chunk of logits is cut into tiles.
+    """The tiles of a chunk of logits, and their programs.
 
     Fields:
         rows, columns: of a tile.

@@ -802,7 +802,7 @@ def ctc_text_finish_kernel(
     total = log_add(total, number(beams, buffer, TOTAL, other, has_other))
     event = tl.where(other_best > best, other_event, event)
     end = tl.where(other_best > best, other_end, end)
-    # What the words and phrases of the whole text add.
+    # The words and phrases of the whole text add this.
     text = number(beams, buffer, TEXT, i, leads)
     text = tl.where(unfinished, number(beams, buffer, AFTER, i, leads), text)
     hot, boost = load_phrases(search, buffer, HOT, BOOST, i, leads)

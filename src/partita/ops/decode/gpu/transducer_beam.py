@@ -115,7 +115,7 @@ def extensions(
     sumexp = tl.load(top.sumexp + r, mask=mask, other=1.0)
     gain = logit - tl.load(top.maximum + r, mask=mask, other=0.0) - log_exact(sumexp)
     gain = gain.to(tl.float64)
-    # Of the labels no more than W are extensions, with or without the blank among the best.
+    # No more than W labels are extensions, with or without the blank among the best.
     last_logit = tl.load(top.entries + last, mask=mask, other=0.0)
     last_class = tl.load(top.indices + last, mask=mask, other=0)
     has_blank = (of_blank > last_logit) | ((of_blank == last_logit) & (blank <= last_class))
