@@ -66,7 +66,7 @@ from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
 from .runtime.invariance import batch_invariant
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Basecalls",
