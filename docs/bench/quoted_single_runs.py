@@ -129,7 +129,7 @@ def decode_crf_h200() -> str:
 
 
 def _decoder(machine: str, names: dict[str, str]) -> str:
-    """Return the milliseconds of `CTCDecoder` for two kinds of logits, under the names of a page."""
+    """Return the milliseconds of `CTCDecoder` for both kinds of logits, by the names of a page."""
     size = "64 x 500 x 31" if machine == "H200" else "1 x 500 x 31"
     lines = [
         [

@@ -1,8 +1,10 @@
 """Pages of documentation: their code runs, their links exist, the reference is complete."""
 
+import ast
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import re
 import runpy
@@ -15,6 +17,7 @@ import pytest
 from helpers import configurations, small_llama
 from helpers.docstrings import MODULES, names_of
 
+import partita
 from partita.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +85,38 @@ def test_the_table_of_fused_models_is_what_the_tests_try() -> None:
     }
 
 
+def added(block: str) -> list[ast.AST]:
+    """Return the nodes of what a diff leaves, in the order of the text."""
+    lines = [line[1:] for line in block.splitlines() if not line.startswith("-")]
+    nodes = [node for node in ast.walk(ast.parse("\n".join(lines))) if hasattr(node, "lineno")]
+    return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```diff\n" in page.read_text(encoding="utf-8")], ids=named
+)
+def test_what_a_diff_adds_exists_and_takes_these_arguments(page: Path) -> None:
+    """A diff has names of its reader's program, so it does not run; but its calls are bound."""
+    blocks = re.findall(r"```diff\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    known: dict[str, Any] = {"partita": partita}
+    for node in (node for block in blocks for node in added(block)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("partita"):
+            module = importlib.import_module(str(node.module))
+            known |= {
+                alias.asname or alias.name: getattr(module, alias.name) for alias in node.names
+            }
+        elif isinstance(node, ast.Call):
+            path = ast.unparse(node.func).split(".")
+            if path[0] not in known or "(" in path[0]:
+                continue
+            function = known[path[0]]
+            for name in path[1:]:
+                function = getattr(function, name)
+            names = {keyword.arg: None for keyword in node.keywords if keyword.arg}
+            if not any(isinstance(argument, ast.Starred) for argument in node.args):
+                inspect.signature(function).bind_partial(*node.args, **names)
+
+
 def test_commands_of_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `partita` command is parsed, scripts have the options, and make has the targets."""
     for module in ("bench.cli", "bench.report_cli", "cli.check", "cli.info", "cli.warm"):
@@ -93,6 +128,7 @@ def test_commands_of_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for words in commands:
         while words and re.match(r"[A-Z_]+=", words[0]):
             del words[0]
+        words = words[: words.index(">")] if ">" in words else words
         if words[:3] == ["python", "-m", "partita"] or words[:1] == ["partita"]:
             assert main(words[words.index("partita") + 1 :]) == 0
         elif words[:1] == ["python"]:
