@@ -58,16 +58,15 @@ def test_evaluation_generation_and_calls(family: str) -> None:
     assert unfuse(model)(INPUT_IDS, labels=LABELS).logits is not None
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @families
 def test_compiled(family: str) -> None:
-    torch._dynamo.reset()
     model = fuse(model_of(SERVED_BY_NAME[family]))
     expected, gradients = step(model)
     found, others = step(torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert found.logits is None
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
-    torch._dynamo.reset()
 
 
 def test_gradient_checkpointing_and_autocast() -> None:
