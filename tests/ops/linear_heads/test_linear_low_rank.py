@@ -223,6 +223,20 @@ def test_a_matrix_of_more_dimensions() -> None:
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, target))
 
 
+def test_second_derivatives() -> None:
+    target = torch.tensor([0, 3, -100])
+    leaves = [numbers(3, 4), numbers(5, 4), numbers(2, 4), numbers(5, 2)]
+
+    def loss(hidden: Tensor, matrix: Tensor, A: Tensor, B: Tensor) -> Tensor:
+        options: dict[str, Any] = {"low_rank": partita.LoRA(A, B, 2.0), "memory_budget": 2**20}
+        stats = partita.linear_token_stats(hidden, matrix, target, **options)
+        mean = partita.linear_cross_entropy(hidden, matrix, target, **options)
+        return mean + stats.entropy.sum() + stats.logprob.square().sum()
+
+    assert torch.autograd.gradcheck(loss, leaves)
+    assert torch.autograd.gradgradcheck(loss, leaves)
+
+
 def test_autocast() -> None:
     leaves = [numbers(*shape, dtype=fp32) for shape in ((M, H), (C, H), (R, H), (C, R))]
     expected = gradients(merged_loss(*leaves), leaves)
