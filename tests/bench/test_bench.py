@@ -34,7 +34,7 @@ from partita.bench.providers import PARTITA, TORCH
 
 CHAINS = ("chain", "linear_chain", "semi_markov")
 CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
-LINEAR = ("linear_cross_entropy", "linear_divergence")
+LINEAR = ("linear_cross_entropy", "linear_divergence", "linear_distillation_loss")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,open-clip,"
     "koi,seqdist,torch-struct,flash-semicrf,pytorch-crf,torchaudio,fast-ctc-decode,pyctcdecode,"
@@ -104,7 +104,6 @@ def check_rows(machine: dict[str, float], measured: list[dict[str, str]], device
             "linear_support_stats",
             "linear_truncated_stats",
             "linear_cross_entropy_lora",
-            "linear_distillation_loss",
         )
         of_rows = ("cross_entropy", "divergence", *of_heads)
         assert bool(row.get("extra_memory_bytes")) == (
