@@ -57,6 +57,12 @@ def test_families(family: str) -> None:
     assert_alike(adapted(stock_model(family), **HEAD))
 
 
+def test_adapters_beside_the_head() -> None:
+    model = adapted(stock_model(), target_modules=["q_proj"])
+    assert_alike(model)
+    assert step(unfuse(model))[0].logits is not None
+
+
 @pytest.mark.parametrize(
     "options",
     [
