@@ -65,6 +65,14 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Let no compiled code of other tests count, nor that of this test in later ones."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def gpu_memory() -> Iterator[None]:
     """Give cached memory of a GPU back, of which other test processes have need."""

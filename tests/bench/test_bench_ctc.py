@@ -34,7 +34,6 @@ TRANSDUCERS = (
     rnnt.LinearRNNT("linear_rnnt", torch.float32, 2, 8, 3, 5, 4),
 )
 GPU = torch.device("cuda")
-QUICK = "--quick --repetitions 2 --device cpu"
 
 
 def off_by(factor: float, sequences: slice = slice(None)) -> object:
@@ -85,13 +84,6 @@ def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
     assert all(row.error <= (1e-6 if row.provider == "partita" else 1e-3) for row in rows)
 
 
-@pytest.mark.parametrize("case", TRANSDUCERS, ids=lambda case: case.op)
-def test_ours_and_pytorch_are_right_for_transducers(case: rnnt.RNNT) -> None:
-    rows = run([case], PARTITA, TORCH)
-    assert [row.provider for row in rows if row.part == "total"] == ["partita", "torch"]
-    assert all(row.error < 1e-6 for row in rows)
-
-
 def test_a_wrong_gradient_of_a_transducer_is_found() -> None:
     def function(logits: Tensor, *others: Tensor) -> Tensor:
         scaled = logits.detach() + 1.1 * (logits - logits.detach())
@@ -106,12 +98,6 @@ def test_the_recipe_of_basecallers_is_right(device: str, dtype: torch.dtype) -> 
     rows = run([dataclasses.replace(CRF, dtype=dtype)], TORCH, machine=machine_with(device))
     assert [row.part for row in rows if row.timing] == ["inference", "forward", "backward", "total"]
     assert all(row.error <= (1e-4 if dtype == torch.float32 else 1e-11) for row in rows)
-
-
-@devices
-def test_ours_over_kmers_is_right(device: str) -> None:
-    rows = run([CRF], PARTITA, machine=machine_with(device))
-    assert len(rows) == 4 and all(row.timing and row.error <= 1e-6 for row in rows)
 
 
 def test_the_bound_of_peers_is_looser_than_the_contract() -> None:

@@ -42,11 +42,6 @@ def test_reads_of_a_batch_are_compared_with_each_read() -> None:
     assert row.timing is None and row.note.startswith("wrong: 1")
 
 
-def test_ours_loses_nothing() -> None:
-    rows = run([GREEDY, BEAM, VITERBI, CRF_BEAM], PARTITA)
-    assert all(row.timing and row.error <= 1e-9 for row in rows) and len(rows) == 4
-
-
 def test_tokens_that_are_less_probable_are_found() -> None:
     """Ours must not lose anything; of others the loss is shown beside the time."""
 
@@ -58,11 +53,6 @@ def test_tokens_that_are_less_probable_are_found() -> None:
     assert row.timing is None and "nats" in row.note
     (row,) = run_as("fast-ctc-decode", BEAM, shorter)
     assert row.timing is not None and row.error > 0.01
-
-
-def test_ours_finds_what_was_written() -> None:
-    rows = run([MODEL, BOOST], PARTITA)
-    assert all(row.timing and row.error <= 0 for row in rows) and len(rows) == 2
 
 
 @pytest.mark.parametrize("case", [MODEL, BOOST], ids=lambda case: case.op)

@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from helpers.bench import (
     CPU,
-    bench,
     devices,
     installed,
     machine_with,
     note_of_wrong,
     print_tables,
-    read,
     row_of,
     run,
     run_as,
@@ -31,14 +29,13 @@ from torch import Tensor
 
 import partita
 from partita.bench import heads, picture, providers, report, rows, support
-from partita.bench.case import Attempt, Buffers, Function, Provider
+from partita.bench.case import Attempt, Buffers, Case, Function, Provider
 from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH
 from partita.ops.linear_heads.plan import MemoryPlan
 
 CASE = heads.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
 DIVERGENCE = heads.LinearDivergence("linear_divergence", torch.float32, 96, 16, 300, 0.5)
 PARTS = report.PARTS[:4]
-QUICK = "linear_cross_entropy --quick --repetitions 2 --device cpu"
 
 
 def test_inputs() -> None:
@@ -240,36 +237,13 @@ def test_a_picture_without_a_limit(tmp_path: Path) -> None:
     (tmp_path / "x.svg").write_bytes(picture.render(panels, CPU, "svg"))
     texts = texts_of(tmp_path / "x.svg")
     assert {
+        "Cross-entropy from hidden states and its gradients, fp32 logits, a CPU",
         "partita-fast",
         "products",
         "torch",
         "96 × 16 ×",
         "400",
     } <= texts and "copy" not in texts
-
-
-def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(f"{QUICK} --peers torch,cce", "--out", str(tmp_path)) == 0
-    measured = read(tmp_path / "bench.csv")[1]
-    names = ("partita-fast", "partita-lean", "products", "torch")
-    assert [(row["provider"], row["part"]) for row in measured] == [
-        (name, part) for name in names for part in PARTS
-    ]
-    assert {
-        (row["dtype"], row["tokens"], row["hidden"], row["vocabulary"]) for row in measured
-    } == {("bf16", "128", "64", "1000")}
-    for row in measured:
-        assert (
-            row["error"] == "" if row["provider"] == "products" else 0 < float(row["error"]) < 0.05
-        )
-    texts = texts_of(tmp_path / "bench.svg")
-    assert "Cross-entropy from hidden states and its gradients, bf16 logits, CPU" in texts
-    printed = capsys.readouterr().out
-    for part in PARTS:
-        assert (
-            f"\nlinear_cross_entropy bf16, {part}: times the products\n"
-            "tokens × hidden × vocabulary  partita-fast" in printed
-        )
 
 
 has_torch_linear = pytest.mark.skipif(
@@ -379,38 +353,17 @@ def test_what_cut_cross_entropy_cannot_take() -> None:
     assert reason("cpu", torch.bfloat16) == "needs a GPU"
 
 
-def verdicts(function: Function, name: str, beta: float) -> list[Any]:
-    case = dataclasses.replace(DIVERGENCE, beta=beta)
+def failed(case: Case, function: Function, name: str) -> list[bool]:
+    """Return which gradients and results of a function are wrong, as those of this provider."""
     inputs = case.inputs(Buffers(CPU.device))
-    provider = Provider(name, {case.op: lambda: function})
-    return list(case.verdicts(Attempt(function, inputs, provider), case.standard(inputs)))
+    attempt = Attempt(function, inputs, Provider(name, {}))
+    return [verdict.failed for verdict in case.verdicts(attempt, case.standard(inputs))]
 
 
 @pytest.mark.parametrize("beta", heads.BETAS)
-def test_all_divergences_agree(beta: float) -> None:
-    for name, function in (
-        ("partita-fast", heads.partita_divergence(heads.fast_budget)),
-        ("partita-lean", heads.partita_divergence(heads.lean_divergence_budget)),
-        ("torch", heads.composed_divergence),
-        ("chunked", heads.chunked_divergence),
-    ):
-        found = verdicts(function, name, beta)
-        assert len(found) == 3 and not any(verdict.failed for verdict in found)
-
-
-@pytest.mark.parametrize("terms", [2, 4])
-def test_all_distillation_losses_agree(terms: int) -> None:
-    case = heads.LinearDistillation("linear_distillation_loss", torch.float32, 96, 16, 300, terms)
-    inputs = case.inputs(Buffers(CPU.device))
-    for name, function in (
-        ("partita-fast", heads.partita_distillation(heads.fast_budget)),
-        ("partita-lean", heads.partita_distillation(heads.lean_divergence_budget)),
-        ("torch", heads.composed_distillation),
-    ):
-        provider = Provider(name, {case.op: lambda function=function: function})
-        attempt = Attempt(function, inputs, provider)
-        found = list(case.verdicts(attempt, case.standard(inputs)))
-        assert len(found) == 3 and not any(verdict.failed for verdict in found)
+def test_the_chunked_divergence_is_right(beta: float) -> None:
+    case = dataclasses.replace(DIVERGENCE, beta=beta)
+    assert failed(case, heads.chunked_divergence, "chunked") == [False] * 3
 
 
 def test_wrong_divergences_are_found() -> None:
@@ -420,10 +373,10 @@ def test_wrong_divergences_are_found() -> None:
         loss = ours(*inputs)
         return loss.detach() + 0 * (inputs[0].sum() + inputs[1].sum())
 
-    assert [v.failed for v in verdicts(lambda *x: 1.2 * ours(*x), "peer", 0.0)] == [True] * 3
-    assert [v.failed for v in verdicts(without_gradient, "peer", 0.0)] == [True, False, False]
-    off = [v.failed for v in verdicts(lambda *x: 1.001 * ours(*x), "partita-fast", 0.0)]
-    assert off == [True] * 3
+    case = dataclasses.replace(DIVERGENCE, beta=0.0)
+    assert failed(case, lambda *x: 1.2 * ours(*x), "peer") == [True] * 3
+    assert failed(case, without_gradient, "peer") == [True, False, False]
+    assert failed(case, lambda *x: 1.001 * ours(*x), "partita-fast") == [True] * 3
 
 
 def test_liger_computes_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +391,7 @@ def test_liger_computes_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stand_in(monkeypatch, "liger_kernel.ops.fused_linear_jsd", LigerFusedLinearJSDFunction=Function)
     function = heads.liger_divergence()
-    assert not any(verdict.failed for verdict in verdicts(function, "liger", 0.5))
+    assert not any(failed(DIVERGENCE, function, "liger"))
     assert all(arguments[4] is None for arguments in called)
 
 
@@ -451,12 +404,8 @@ def test_sizes_and_the_yardstick_of_divergences() -> None:
     assert [case.beta for case in found] == list(heads.BETAS)
     assert {case.dtype for case in found} == {torch.bfloat16}
     inputs = DIVERGENCE.inputs(Buffers(CPU.device))
-    function = providers.PRODUCTS.ops["linear_divergence"]()
-    assert not list(
-        DIVERGENCE.verdicts(
-            Attempt(function, inputs, providers.PRODUCTS), DIVERGENCE.standard(inputs)
-        )
-    )
+    function = PRODUCTS.ops["linear_divergence"]()
+    assert failed(DIVERGENCE, function, "products") == []
     leaf = inputs.hidden.clone().requires_grad_()
     loss = function(leaf, *inputs[1:])
     (grad,) = torch.autograd.grad(loss, leaf)
@@ -466,15 +415,9 @@ def test_sizes_and_the_yardstick_of_divergences() -> None:
 
 def test_log_probabilities() -> None:
     case = rows.Logprobs("logprobs", torch.float32, 4, 60)
-    inputs = case.inputs(Buffers(CPU.device))
-    assert inputs.target.shape == (4, rows.CLASSES)
-    own = case.standard(inputs)
-    found = list(case.verdicts(Attempt(partita.logprobs, inputs, providers.PARTITA), own))
-    assert len(found) == 2 and not any(verdict.failed for verdict in found)
-    scaled = list(
-        case.verdicts(Attempt(lambda *x: 1.1 * partita.logprobs(*x), inputs, providers.TORCH), own)
-    )
-    assert all(verdict.failed for verdict in scaled)
+    assert case.inputs(Buffers(CPU.device)).target.shape == (4, rows.CLASSES)
+    assert failed(case, partita.logprobs, "partita") == [False] * 2
+    assert failed(case, lambda *x: 1.1 * partita.logprobs(*x), "torch") == [True] * 2
     assert case.moves["total"].bytes == 3 * case.bytes
 
 
@@ -483,68 +426,44 @@ def test_recorded_supports() -> None:
     inputs = case.inputs(Buffers(CPU.device))
     numbers = inputs.offsets.diff()
     assert numbers.min() >= 1 and numbers.max() == 512 and len(inputs.ids) == numbers.sum()
-    own = case.standard(inputs)
-
-    def failed(function: Function, provider: Provider) -> list[bool]:
-        found = case.verdicts(Attempt(function, inputs, provider), own)
-        return [verdict.failed for verdict in found]
-
-    assert failed(support.mean_loss, providers.PARTITA) == [False] * 5
-    assert failed(support.composed_loss, providers.TORCH) == [False] * 5
+    assert failed(case, support.mean_loss, "partita") == [False] * 5
+    assert failed(case, support.composed_loss, "torch") == [False] * 5
 
     def without_ids(*x: Tensor) -> Tensor:
         return support.mean_loss(*x[:3], x[3][:0], torch.zeros_like(x[4]))
 
-    assert sum(failed(without_ids, providers.PARTITA)) >= 4
-    assert not any(failed(support.products_of_head(), PRODUCTS))
+    assert sum(failed(case, without_ids, "partita")) >= 4
+    assert not any(failed(case, support.products_of_head(), "products"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kept_classes(dtype: torch.dtype) -> None:
     case = heads.LinearTruncated("linear_truncated_stats", dtype, 96, 64, 2000)
-    inputs = case.inputs(Buffers(CPU.device))
-    own = case.standard(inputs)
-
-    def failed(function: Function, provider: Provider) -> list[bool]:
-        found = case.verdicts(Attempt(function, inputs, provider), own)
-        return [verdict.failed for verdict in found]
-
-    assert failed(heads.truncated_loss, providers.PARTITA) == [False] * 5
-    assert failed(heads.composed_truncated_loss, providers.TORCH) == [False] * 5
-    assert any(failed(heads.composed_loss, providers.PARTITA))  # of all classes
+    assert failed(case, heads.truncated_loss, "partita") == [False] * 5
+    assert failed(case, heads.composed_truncated_loss, "torch") == [False] * 5
+    assert any(failed(case, heads.composed_loss, "partita"))  # of all classes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_beside_a_frozen_matrix(dtype: torch.dtype) -> None:
     case = heads.LinearLoRA("linear_cross_entropy_lora", dtype, 96, 64, 2000)
-    inputs = case.inputs(Buffers(CPU.device))
-    own = case.standard(inputs)
-
-    def failed(function: Function, provider: Provider) -> list[bool]:
-        found = case.verdicts(Attempt(function, inputs, provider), own)
-        return [verdict.failed for verdict in found]
-
-    assert failed(heads.lora_loss, providers.PARTITA) == [False] * 6
-    assert failed(heads.composed_lora_loss, providers.TORCH) == [False] * 6
-    assert not any(failed(heads.frozen_products(), PRODUCTS))
+    assert failed(case, heads.lora_loss, "partita") == [False] * 6
+    assert failed(case, heads.composed_lora_loss, "torch") == [False] * 6
+    assert not any(failed(case, heads.frozen_products(), "products"))
 
     def without_lora(hidden: Tensor, A: Tensor, B: Tensor, *others: Tensor) -> Tensor:
         return heads.composed_loss(hidden, *others) + 0 * (A.sum() + B.sum())
 
-    assert any(failed(without_lora, providers.PARTITA))
+    assert any(failed(case, without_lora, "partita"))
 
 
 @pytest.mark.parametrize("beta", heads.BETAS)
 def test_divergences_of_logits(beta: float) -> None:
     case = heads.DivergenceRows("divergence", torch.float32, 5, 60, beta)
-    inputs = case.inputs(Buffers(CPU.device))
-    own = case.standard(inputs)
     for provider in (providers.PARTITA, providers.TORCH):
-        found = list(case.verdicts(Attempt(provider.ops["divergence"](), inputs, provider), own))
-        assert len(found) == 3 and not any(verdict.failed for verdict in found)
+        assert failed(case, provider.ops["divergence"](), provider.name) == [False] * 3
     ours = providers.PARTITA.ops["divergence"]()
-    scaled = case.verdicts(Attempt(lambda *x: 1.001 * ours(*x), inputs, providers.PARTITA), own)
-    assert all(verdict.failed for verdict in scaled)
+    assert failed(case, lambda *x: 1.001 * ours(*x), "partita") == [True] * 3
     assert case.bytes == 5 * 60 * 4
     assert {part: moves.bytes for part, moves in case.moves.items()} == {
         "inference": 2 * case.bytes,

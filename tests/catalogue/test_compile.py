@@ -1,6 +1,5 @@
 """Every call under torch.compile without a graph break, and under tracers."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,13 +20,7 @@ from partita.testing.samples import CALLS, Draw, Sample, map_tensors, tensors_of
 
 # A generator of random numbers is no argument that a compiler knows.
 TRACED = [name for name in CALLS if not name.endswith("sample")]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def typical(name: str, draw: Draw) -> Sample:

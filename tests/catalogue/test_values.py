@@ -38,7 +38,7 @@ def test_errors(name: str, dtype: torch.dtype, device: str) -> None:
     is_gpu = device == "cuda"
     samples = list(all_samples(name, draw))[: 1 if is_gpu and dtype != torch.bfloat16 else None]
     if not INTERPRETING and not (is_gpu and dtype != torch.float32):
-        samples += call.extremes(draw)
+        samples += [call.sample(extreme, name=kind) for kind, extreme in call.extreme_draws(draw)]
     if not INTERPRETING:
         pairs = [pair for pair in call.mixtures if pair[0] == dtype]
         samples += [call.sample(Draw(*pair, device=device), name=str(pair)) for pair in pairs]

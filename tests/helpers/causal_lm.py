@@ -110,3 +110,22 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
     labels = input_ids.clone()
     labels[:, 2:4] = -100
     return input_ids, labels
+
+
+INPUT_IDS, LABELS = tokens()
+
+
+def step(model: nn.Module, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return the output of a forward pass of the tokens, and the gradients of its loss by name.
+
+    A model that is compiled has the names of its own, and dropout is the same in each step.
+    """
+    model.zero_grad()
+    torch.manual_seed(1)
+    output = model(input_ids=INPUT_IDS, **{"labels": LABELS, **arguments})
+    output.loss.backward()
+    return output, {
+        name.removeprefix("_orig_mod."): parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }

@@ -103,26 +103,27 @@ SERVED = (
         },
     ),
 )
+SERVED_BY_NAME = {case.model: case for case in SERVED}
 REFUSED = (
     Refused(
         "T5ForConditionalGeneration",
         T5,
         ValueError,
-        "an encoder with a decoder",
+        "got T5ForConditionalGeneration, an encoder with a decoder",
         "an encoder with a decoder",
     ),
     Refused(
         "BartForCausalLM",
         BART,
         ValueError,
-        "which computes its loss itself",
+        "got BartForCausalLM, which computes its loss itself",
         "computes its loss itself",
     ),
     Refused(
         "BertForMaskedLM",
         LLAMA,
         ValueError,
-        "which computes its loss itself",
+        "got BertForMaskedLM, which computes its loss itself",
         "computes its loss itself",
     ),
     Refused(

@@ -238,7 +238,7 @@ def test_restarts_are_the_same_together_and_one_by_one(kind: str, monkeypatch: A
         found.append(fresh(kind, n_init=5, n_iter=40, tol=1e-3).fit(X, lengths))
     one, together = found
     np.testing.assert_allclose(one.monitor_.history, together.monitor_.history, rtol=1e-8)
-    for name in one._names:
+    for name in one._letters.values():
         torch.testing.assert_close(one._stored(name), together._stored(name), rtol=1e-5, atol=1e-8)
     single = fresh(kind, n_iter=40, tol=1e-3).fit(X, lengths)
     assert one.monitor_.history[-1] >= single.monitor_.history[-1] - 1e-6 or kind in KINDS
@@ -261,7 +261,7 @@ def test_priors_of_each_state_hold_in_all_restarts(kind: str, monkeypatch: Any) 
         monkeypatch.setattr(base, "MOST_TOGETHER", {"cpu": most})
         found.append(fresh(kind, n_init=3, n_iter=5, tol=-1e9, **options).fit(values_of(kind, 40)))
     np.testing.assert_allclose(*(model.monitor_.history for model in found), rtol=1e-8)
-    for name in found[0]._names:
+    for name in found[0]._letters.values():
         torch.testing.assert_close(*(model._stored(name) for model in found))
 
 
@@ -325,7 +325,7 @@ def test_results_have_the_form_of_the_values(kind: str) -> None:
         assert str(found.dtype).endswith("float32" if is_single else "float64")
         np.testing.assert_allclose(found, expected, atol=1e-4)
         fitted = copy.deepcopy(model).fit(given)
-        for name in fitted._names:
+        for name in fitted._letters.values():
             value = getattr(fitted, f"{name}_")
             assert type(value) is type(found) and value.dtype == found.dtype
         assert type(fitted.forecast(given, 2).means) is type(found)
@@ -526,7 +526,7 @@ def test_a_model_can_be_saved_and_copied() -> None:
 def test_no_gradient_is_recorded() -> None:
     X = values_of("diag", 30).requires_grad_()
     model = fresh("diag", n_iter=2).fit(X)
-    assert not any(getattr(model, f"{name}_").requires_grad for name in model._names)
+    assert not any(getattr(model, f"{name}_").requires_grad for name in model._letters.values())
     assert not model.predict_proba(X).requires_grad
 
 

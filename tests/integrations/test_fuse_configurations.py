@@ -7,23 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.causal_lm import tokens
+from helpers.causal_lm import INPUT_IDS, LABELS, step
 from helpers.configurations import REFUSED, SERVED, Refused, Served, model_of
 from torch import Tensor
 
 from partita.integrations.transformers import fuse, fused, unfuse
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
-INPUT_IDS, LABELS = tokens()
-
-
-def step(model: Any, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return the output of a forward pass and the gradients of its loss."""
-    model.zero_grad()
-    output = model(input_ids=INPUT_IDS, labels=LABELS, **arguments)
-    output.loss.backward()
-    parameters = model.named_parameters()
-    return output, {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.model)

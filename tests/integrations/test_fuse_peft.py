@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.causal_lm import CLASSES, tokens
+from helpers.causal_lm import CLASSES, INPUT_IDS, LABELS, step
+from helpers.configurations import SERVED_BY_NAME, model_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,28 +19,12 @@ from partita.integrations.transformers import fuse, unfuse
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 peft = pytest.importorskip("peft", exc_type=ImportError)
 
-INPUT_IDS, LABELS = tokens()
-SIZES: dict[str, Any] = {
-    "vocab_size": CLASSES,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-FAMILIES = {
-    "Llama": {},
-    "Qwen2": {"tie_word_embeddings": True},
-    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 1.5},
-    "Granite": {"logits_scaling": 3.0},
-}
+FAMILIES = ("Llama", "Qwen2", "Gemma2", "Granite")
 HEAD = {"target_modules": ["lm_head"]}
 
 
 def stock_model(family: str = "Llama", bias: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    model = model_of(SERVED_BY_NAME[f"{family}ForCausalLM"])
     if bias:
         model.lm_head.bias = nn.Parameter(torch.randn(CLASSES))
     return model
@@ -58,16 +43,6 @@ def with_numbers(model: Any) -> Any:
     return model
 
 
-def step(model: Any, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return the output of a forward pass, with the same dropout each time, and the gradients."""
-    model.zero_grad()
-    torch.manual_seed(1)
-    output = model(input_ids=INPUT_IDS, labels=LABELS, **arguments)
-    output.loss.backward()
-    parameters = model.named_parameters()
-    return output, {name: p.grad.clone() for name, p in parameters if p.grad is not None}
-
-
 def assert_alike(model: Any) -> None:
     """Compare loss and gradients with those of the model before `fuse`."""
     expected, gradients = step(unfuse(model))
@@ -80,6 +55,12 @@ def assert_alike(model: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     assert_alike(adapted(stock_model(family), **HEAD))
+
+
+def test_adapters_beside_the_head() -> None:
+    model = adapted(stock_model(), target_modules=["q_proj"])
+    assert_alike(model)
+    assert step(unfuse(model))[0].logits is not None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +131,6 @@ def test_copies_autocast_and_compilation() -> None:
     torch._dynamo.reset()
     found, others = step(torch.compile(model, backend="aot_eager"))
     assert found.logits is None
-    others = {name.removeprefix("_orig_mod."): grad for name, grad in others.items()}
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
     model.get_base_model().lm_head.base_layer.bfloat16()

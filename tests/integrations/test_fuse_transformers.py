@@ -1,93 +1,30 @@
-"""Fused models of transformers themselves, beside their stock loss; with PEFT and its Trainer."""
+"""Fused models of transformers themselves, beside their stock loss; and their Trainer."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.causal_lm import CLASSES, tokens
+from helpers.causal_lm import INPUT_IDS, LABELS, step, tokens
+from helpers.configurations import SERVED_BY_NAME, model_of
 from torch import Tensor, nn
 
 from partita.integrations.transformers import fuse, fused, unfuse
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
-INPUT_IDS, LABELS = tokens()
-SIZES: dict[str, Any] = {
-    "vocab_size": CLASSES,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": CLASSES}
-GPT2 |= {"bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
-    "qwen": ("Qwen2ForCausalLM", "Qwen2Config", {**SIZES, "tie_word_embeddings": True}),
-    "gemma": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        {**SIZES, "head_dim": 8, "final_logit_softcapping": 1.5},
-    ),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "mistral": ("MistralForCausalLM", "MistralConfig", SIZES),
-    "granite": ("GraniteForCausalLM", "GraniteConfig", {**SIZES, "logits_scaling": 3.0}),
-    "mixtral": (
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**SIZES, "num_local_experts": 2, "output_router_logits": True},
-    ),
-}
+LLAMA = "LlamaForCausalLM"
+FAMILIES = (LLAMA, "Qwen2ForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM")
+FAMILIES += ("GraniteForCausalLM", "MixtralForCausalLM")
 families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def model_of(family: str) -> Any:
-    model, config, sizes = FAMILIES[family]
-    torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).train()
-
-
-def step(model: Any, **arguments: Any) -> tuple[Any, list[Tensor]]:
-    """Return the output of a forward pass and the gradients of its loss."""
-    model.zero_grad()
-    output = model(input_ids=INPUT_IDS, **arguments)
-    output.loss.backward()
-    return output, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-T5 = {"vocab_size": CLASSES, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-BART = {"vocab_size": CLASSES, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
-BART |= {"decoder_ffn_dim": 16, "is_encoder_decoder": False}
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "message"),
-    [
-        ("T5ForConditionalGeneration", T5, "an encoder with a decoder"),
-        ("BartForCausalLM", BART, "which computes its loss itself"),
-        ("BertForMaskedLM", SIZES, "which computes its loss itself"),
-    ],
-)
-def test_models_with_another_loss_are_refused(
-    family: str, sizes: dict[str, Any], message: str
-) -> None:
-    kind = getattr(transformers, family)
-    model = kind(kind.config_class(**sizes))
-    with pytest.raises(ValueError, match=f"got {family}, {message}"):
-        fuse(model)
 
 
 @families
 @pytest.mark.parametrize("items", [None, torch.tensor(9)], ids=str)
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
 def test_loss_and_gradients(family: str, items: Tensor | None, shifted: bool) -> None:
-    model = model_of(family)
-    arguments = {"labels": LABELS, "num_items_in_batch": items}
+    model = model_of(SERVED_BY_NAME[family])
+    arguments = {"num_items_in_batch": items}
     if shifted:
         arguments["shift_labels"] = LABELS.roll(2, 1)
     expected, gradients = step(model, **arguments)
@@ -100,7 +37,7 @@ def test_loss_and_gradients(family: str, items: Tensor | None, shifted: bool) ->
 
 @families
 def test_evaluation_generation_and_calls(family: str) -> None:
-    model = model_of(family)
+    model = model_of(SERVED_BY_NAME[family])
     model.config.output_router_logits = False  # Mixtral cannot generate with them.
     model.eval()
     expected = model(INPUT_IDS, labels=LABELS)
@@ -117,50 +54,36 @@ def test_evaluation_generation_and_calls(family: str) -> None:
     shifted = nn.functional.pad(LABELS, (0, 1), value=-100)[:, 1:]
     torch.testing.assert_close(model(INPUT_IDS, shift_labels=shifted).loss, expected.loss)
     output = model(INPUT_IDS, labels=LABELS, output_hidden_states=True)
-    assert output.logits is None and len(output.hidden_states) == 3
+    assert output.logits is None and len(output.hidden_states) == 2
     assert unfuse(model)(INPUT_IDS, labels=LABELS).logits is not None
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @families
 def test_compiled(family: str) -> None:
-    torch._dynamo.reset()
-    model = fuse(model_of(family))
-    expected, gradients = step(model, labels=LABELS)
-    found, others = step(torch.compile(model, fullgraph=True, backend="aot_eager"), labels=LABELS)
+    model = fuse(model_of(SERVED_BY_NAME[family]))
+    expected, gradients = step(model)
+    found, others = step(torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert found.logits is None
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
-    torch._dynamo.reset()
 
 
 def test_gradient_checkpointing_and_autocast() -> None:
-    model = model_of("llama")
+    model = model_of(SERVED_BY_NAME[LLAMA])
     with torch.autocast("cpu", torch.bfloat16):
-        expected, gradients = step(model, labels=LABELS)
+        expected, gradients = step(model)
         model.gradient_checkpointing_enable()
-        found, others = step(fuse(model), labels=LABELS)
+        found, others = step(fuse(model))
     torch.testing.assert_close(found.loss, expected.loss, rtol=0.02, atol=0)
     torch.testing.assert_close(others, gradients, rtol=0.1, atol=2e-3)
-
-
-def test_adapters() -> None:
-    peft = pytest.importorskip("peft", exc_type=ImportError)
-
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], lora_dropout=0.0)
-    model = peft.get_peft_model(model_of("llama"), config)
-    expected, gradients = step(model, labels=LABELS)
-    found, others = step(fuse(model), labels=LABELS)
-    assert found.logits is None
-    torch.testing.assert_close(found.loss, expected.loss)
-    torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
-    assert unfuse(model)(INPUT_IDS, labels=LABELS).logits is not None
 
 
 def train(
     folder: Path, is_fused: bool, batch: int = 3, **arguments: Any
 ) -> tuple[Any, list[float]]:
     """Train a model with the Trainer, and return it with its losses."""
-    model = model_of("gemma")
+    model = model_of(SERVED_BY_NAME["Gemma2ForCausalLM"])
     if is_fused:
         fuse(model)
     rows = [tokens(seed) for seed in range(4)]
@@ -231,7 +154,7 @@ def test_the_loss_of_a_trainer_does_not_depend_on_accumulation(tmp_path: Path) -
 def test_the_smoothing_of_the_trainer_is_ours() -> None:
     from transformers.trainer_pt_utils import LabelSmoother
 
-    model = model_of("llama")
+    model = model_of(SERVED_BY_NAME[LLAMA])
     logits = {"logits": model(INPUT_IDS).logits}
     expected = LabelSmoother(0.1)(logits, LABELS, shift_labels=True)
     found = fuse(model, label_smoothing=0.1)(INPUT_IDS, labels=LABELS)

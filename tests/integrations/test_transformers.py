@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,7 @@ from partita.testing import sample_rows
 HALVES = [torch.float16, torch.bfloat16]
 BATCH, TIME, HIDDEN, CLASSES = 3, 7, 5, 11
 OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def sample(

@@ -77,15 +77,6 @@ def test_masked_rows(k: int | None, device: str) -> None:
 
 
 @devices
-def test_a_masked_row_counts_for_nothing_whatever_it_holds(device: str) -> None:
-    logits = torch.tensor([[0.1, 0.2, 0.3], [torch.nan] * 3], device=device, requires_grad=True)
-    index, mask = torch.tensor([[1], [0]], device=device), torch.tensor([[1], [0]], device=device)
-    found = selective_log_softmax(logits, index, row_mask=mask)
-    (grad,) = torch.autograd.grad(found.sum(), logits)
-    assert found[1] == 0 and not grad[1].any() and grad[0].isfinite().all()
-
-
-@devices
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_both_in_one_read(entropy_grad: bool, masked: bool, device: str) -> None:

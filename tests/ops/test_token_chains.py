@@ -1,9 +1,12 @@
 """Dense and semi-Markov chains against the enumeration of all paths."""
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.chains import assert_close_fp64
 from helpers.token_chains import KINDS, all_token_paths, posterior, random_token_chain, scores_of
+from torch import Tensor
 
 import partita
 
@@ -58,15 +61,17 @@ def test_divergence_is_that_of_the_enumeration(
     chain = random_token_chain(kind, forbidden=forbidden, scale=scale, seed=3)
     other = random_token_chain(kind, seed=4, ragged=False)
     other.lengths = chain.lengths
-    with partita.backend(backend):
-        kl = chain.kl(other)
-    for n in range(len(kl)):
-        scores = all_token_paths(chain, n).scores
-        p, other_scores = posterior(scores), all_token_paths(other, n).scores
-        difference = scores.log_softmax(0) - other_scores.log_softmax(0)
-        expected = (p * difference.masked_fill(p == 0, 0.0)).sum()
-        # It is a difference of numbers up to a thousand times as large.
-        torch.testing.assert_close(kl[n], expected, rtol=1e-11, atol=1e-11 * max(1, scale))
+    for a, b in ((chain, other), (other, chain)):
+        with partita.backend(backend):
+            kl = a.kl(b)
+        for n in range(len(kl)):
+            scores, other_scores = (all_token_paths(each, n).scores for each in (a, b))
+            if other_scores.max() == -torch.inf:
+                continue
+            p, difference = posterior(scores), scores.log_softmax(0) - other_scores.log_softmax(0)
+            expected = (p * difference.masked_fill(p == 0, 0.0)).sum()
+            # It is a difference of numbers up to a thousand times as large.
+            torch.testing.assert_close(kl[n], expected, rtol=1e-11, atol=1e-11 * max(1, scale))
 
 
 @backends
@@ -114,6 +119,24 @@ def test_samples_follow_the_posterior(backend: str, kind: str) -> None:
             if kind == "semi-Markov":
                 same &= (drawn.starts[:, None, :, n] == paths.starts).all(2)
             assert ((same.double().mean(0) - p).abs() <= 5 * (p / k).sqrt()).all()
+
+
+@backends
+@pytest.mark.parametrize("kind", ["constant", "semi-Markov"])
+def test_half_types_add_in_full(backend: str, kind: str) -> None:
+    half = random_token_chain(kind, T=60, N=2, C=5, ragged=False, dtype=torch.bfloat16)
+    full = type(half)(*(tensor.double() for tensor in scores_of(half)))
+
+    def sums(chain: Any) -> list[Tensor]:
+        segments = [chain.segment_marginals()] if kind == "semi-Markov" else []
+        return [chain.state_marginals(), chain.entropy(), *chain.expected_counts(), *segments]
+
+    with partita.backend(backend):
+        assert half.logz().dtype == torch.float32
+        torch.testing.assert_close(half.logz().double(), full.logz(), rtol=1e-6, atol=0)
+        for found, expected in zip(sums(half), sums(full), strict=True):
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @backends

@@ -1,7 +1,7 @@
 """torch.compile without a graph break, with dynamic shapes too, and torch.export."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,13 +13,7 @@ import partita
 from partita.testing import sample_labels, sample_rows
 
 ALL = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def run(function: Callable, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

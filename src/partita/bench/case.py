@@ -223,6 +223,7 @@ class Case(ABC):
     without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are left out
     learned: ClassVar[int] = 0  # the number of inputs, the first ones, that have a gradient
     arguments: ClassVar[int | None] = None  # the number of inputs that a function takes, if not all
+    is_packed: ClassVar[bool] = False  # whether functions take the inputs as one argument
     work: ClassVar[Mapping[str, Moves]] = {}  # parts with a limit, in the order of the report
     memory_of: ClassVar[str] = ""  # the part whose memory is measured; empty for none
     # The size that the widths of the user replace, empty for none, and the least that it can be.
@@ -292,7 +293,8 @@ class Case(ABC):
         return result, torch.autograd.grad(self.outputs(result), leaves, self.upstream(inputs))
 
     def inference(self, attempt: Attempt) -> Loop:
-        function, arguments = attempt.function, attempt.inputs[: self.arguments]
+        function, inputs, _ = attempt
+        arguments = (inputs,) if self.is_packed else inputs[: self.arguments]
         return Loop((("inference", lambda: function(*arguments)),))
 
     def training(self, attempt: Attempt) -> Loop:

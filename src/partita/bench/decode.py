@@ -38,7 +38,6 @@ from .case import (
     Buffers,
     Functions,
     Limited,
-    Loop,
     Sizes,
     Verdict,
     cases_of,
@@ -364,6 +363,7 @@ class DecodeCase(SequencesCase):
     sizes: ClassVar[tuple[str, ...]] = (*dimensions, "beam_width")
     scores = "scores"
     unit = "nats"
+    is_packed = True
 
     @abstractmethod
     def log_prob(self, scores: Tensor, tokens: list[int]) -> Tensor:
@@ -395,10 +395,6 @@ class DecodeCase(SequencesCase):
         for i, n in enumerate(standard.sequences):
             expected = float(standard.log_probs[i])
             yield Verdict(float(lost[i]), allowed, (n,), float(found[i]), expected)
-
-    def inference(self, attempt: Attempt) -> Loop:
-        function, inputs, _ = attempt
-        return Loop((("inference", lambda: function(inputs)),))
 
 
 class Beam(DecodeCase):
@@ -509,6 +505,7 @@ class StitchCase(SequencesCase):
     sizes = ("steps", "sequences", "of_a_read")
     dimensions = ("steps", "sequences")
     scores = "moves"
+    is_packed = True
 
     def inputs(self, buffers: Buffers) -> StitchInputs:
         shape = (self.steps, self.sequences, STITCHED_STATES, BASES + 1)
@@ -531,9 +528,6 @@ class StitchCase(SequencesCase):
             differ = (found.labels[n, :S] != read.labels[0]) | (found.steps[n, :S] != read.steps[0])
             wrong = (differ.sum() + (found.lengths[n] != read.lengths[0])).double()
             yield worst(wrong, 0.0, wrong, torch.zeros_like(wrong))
-
-    def inference(self, attempt: Attempt) -> Loop:
-        return Loop((("inference", lambda: attempt.function(attempt.inputs)),))
 
 
 decode_cases = cases_of(

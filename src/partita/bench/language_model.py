@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.decode.language_model import NgramLM
 from . import case
-from .case import Attempt, Buffers, Case, Functions, Limited, Loop, Settings, Verdict, given, load
+from .case import Attempt, Buffers, Case, Functions, Limited, Settings, Verdict, given, load
 from .paths import worst
 
 LN10 = math.log(10)
@@ -132,6 +132,7 @@ class NgramCase(Case):
     shrinks: ClassVar[Mapping[str, int]] = {"sentences": 1}
     scores = "words"
     unit = "nats"
+    is_packed = True
 
     def inputs(self, buffers: Buffers) -> NgramInputs:
         drawn = random.Random(0)
@@ -164,9 +165,6 @@ class NgramCase(Case):
 
         rows = [scores(sentence) for sentence in inputs.sentences]
         return torch.tensor(rows, dtype=torch.float64, device=inputs.states.device)
-
-    def inference(self, attempt: Attempt) -> Loop:
-        return Loop((("inference", lambda: attempt.function(attempt.inputs)),))
 
     def verdicts(self, attempt: Attempt, standard: Tensor) -> Iterator[Verdict]:
         found = attempt.function(attempt.inputs).to(standard)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.decode.transducer import rnnt_beam_search, rnnt_greedy_search
-from .case import Attempt, Buffers, Functions, Loop, Sizes, Verdict, cases_of, given
+from .case import Attempt, Buffers, Functions, Sizes, Verdict, cases_of, given
 from .paths import SequencesCase
 
 DURATIONS = (0, 1, 2, 3, 4)
@@ -111,6 +111,7 @@ class Search(SequencesCase):
 
     dimensions = ("steps", "sequences", "classes")
     sizes = (*dimensions, "tokens", "hidden", "beam_width")
+    is_packed = True
 
     def inputs(self, buffers: Buffers) -> SearchInputs:
         B, T = self.sequences, self.steps
@@ -140,10 +141,6 @@ class Search(SequencesCase):
         found, U = function(inputs), standard.shape[1]
         right = (found.lengths[:, 0] == U) & (found.tokens[:, 0, :U] == standard).all(1)
         yield Verdict(float((~right).sum()), 0.0, (0,), float(right.sum()), float(len(right)))
-
-    def inference(self, attempt: Attempt) -> Loop:
-        function, inputs, _ = attempt
-        return Loop((("inference", lambda: function(inputs)),))
 
 
 OPS = {"rnnt_search": cases_of(dict.fromkeys(PROVIDERS["partita"], (Search, SIZES)), torch.float32)}

@@ -342,7 +342,7 @@ class BaseHMM:
         """
         self._check_count("n_samples", n_samples)
         C = self.n_components
-        stored = [self._stored(name) for name in self._names]
+        stored = [self._stored(name) for name in self._letters.values()]
         device = next((x.device for x in stored if x is not None), torch.device("cpu"))
         parameters = self._parameters(device)
         state = self.random_state if random_state is None else random_state
@@ -385,10 +385,6 @@ class BaseHMM:
     # Parameters.
 
     @property
-    def _names(self) -> list[str]:
-        return ["startprob", "transmat", *self.emission_parameters.values()]
-
-    @property
     def _letters(self) -> dict[str, str]:
         return {"s": "startprob", "t": "transmat", **self.emission_parameters}
 
@@ -403,7 +399,7 @@ class BaseHMM:
     def _parameters(self, device: torch.device) -> Parameters:
         """Return all parameters in fp64, or raise for one that is not there or wrong."""
         found = {}
-        for name in self._names:
+        for name in self._letters.values():
             value = self._stored(name)
             if value is None:
                 raise AttributeError(

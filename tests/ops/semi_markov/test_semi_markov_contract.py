@@ -60,23 +60,6 @@ def test_any_strides_dtypes_and_ends(backend: str) -> None:
         torch.testing.assert_close(found.state_marginals(), expected.state_marginals())
 
 
-@backends
-def test_chains_in_half_types_add_in_full(backend: str) -> None:
-    half = random_semi_markov(60, 2, 3, 5, ragged=False, dtype=torch.bfloat16)
-    full = SemiMarkovChain(*(tensor.double() for tensor in scores_of(half)))
-    with partita.backend(backend):
-        assert half.logz().dtype == torch.float32
-        torch.testing.assert_close(half.logz().double(), full.logz(), rtol=1e-6, atol=0)
-        for found, expected in (
-            (half.state_marginals(), full.state_marginals()),
-            (half.segment_marginals(), full.segment_marginals()),
-            (half.entropy(), full.entropy()),
-            *zip(half.expected_counts(), full.expected_counts(), strict=True),
-        ):
-            assert found.dtype == torch.float32
-            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("offset", [0.0, 300.0])
 def test_kernels_of_the_cpu_agree_with_the_reference(offset: float) -> None:
     """Scores of one sign sum to large numbers, of which no difference may be formed."""

@@ -161,15 +161,6 @@ def test_masked_and_huge_logits(device: str) -> None:
 
 
 @devices
-def test_no_rows(device: str) -> None:
-    x = torch.randn(0, 9, device=device, requires_grad=True)
-    none, offsets = (torch.zeros(n, dtype=torch.int64, device=device) for n in (0, 1))
-    found = partita.support_stats(x, none, none, offsets)
-    assert all(field.shape == (0,) for field in found)
-    assert torch.autograd.grad(found.logprob.sum(), x)[0].shape == (0, 9)
-
-
-@devices
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(
     ("name", "number"),

@@ -221,11 +221,6 @@ class Call:
             if layout != "contiguous":
                 yield layout, replace(draw, layout=layout)
 
-    def extremes(self, draw: Draw = Draw()) -> Iterator[Sample]:
-        """Yield small calls with extreme values, and with other layouts in memory."""
-        for name, changed in self.extreme_draws(draw):
-            yield self.sample(changed, name=name)
-
 
 @dataclass(frozen=True)
 class Sample:
