@@ -476,7 +476,7 @@ class BaseHMM:
         X, C = batch.values, self.n_components
         if batch.missing is not None or set(drawn) - {"startprob", "transmat"}:
             X = X if batch.observed is None else X.where(batch.observed, torch.nan)
-            X = X if batch.rows is None else X[batch.rows]
+            X = batch.in_order(X.unflatten(0, batch.shape))
         if batch.missing is not None:
             X = X[~X.isnan().all(1)]
             if not len(X):

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
         missing: `[T * N, 1]` bool, True where a whole row is missing; None where none is.
         lengths: `[N]`, None where all are T.
         shape: T and N.
-        rows: the row of each row of X, `[M]`; None where the order is the same.
+        rows: the row of each row of X, `[M]`; None where all lengths are equal.
         restore: brings a result to the user's form: its dtype, its device, an array for arrays.
     """
 
@@ -40,8 +40,9 @@ class Batch(NamedTuple):
 
     def in_order(self, result: Tensor) -> Tensor:
         """Return a result `[T, N, ...]` in the order of the rows of X, `[M, ...]`."""
-        flat = result.reshape(-1, *result.shape[2:])
-        return flat if self.rows is None else flat[self.rows]
+        if self.rows is None:
+            return result.transpose(0, 1).reshape(-1, *result.shape[2:])
+        return result.reshape(-1, *result.shape[2:])[self.rows]
 
 
 def as_tensor(name: str, value: Any) -> Tensor:
@@ -86,7 +87,7 @@ def batch_of(X: Any, lengths: Lengths | None) -> Batch:
     if values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"X: expected numbers, got {values.dtype}")
     is_whole = not values.is_floating_point()
-    values, M = values.double(), len(values)
+    M = len(values)
     sizes = _checked_lengths(lengths, M)
     T, N = int(sizes.max()), len(sizes)
     is_ragged, rows = T * N > M, None
@@ -95,10 +96,13 @@ def batch_of(X: Any, lengths: Lengths | None) -> Batch:
         sequence = torch.repeat_interleave(torch.arange(N), sizes)
         step = torch.arange(M) - (sizes.cumsum(0) - sizes)[sequence]
         rows = (step * N + sequence).to(values.device)
+        values = values.double()
         values = values.new_zeros(T * N, values.shape[1]).index_copy_(0, rows, values)
-    elif N > 1:
-        rows = torch.arange(M, device=values.device).view(T, N).T.reshape(M)
-        values = values.view(N, T, -1).transpose(0, 1).reshape(M, -1)
+    else:
+        # One copy brings both the dtype and the order.
+        values = values.unflatten(0, (N, T)).transpose(0, 1)
+        values = values.to(torch.float64, memory_format=torch.contiguous_format)
+        values = values.reshape(M, -1)
     observed = missing = None
     # A sum that is finite has no NaN and no infinity.
     if not is_whole and not math.isfinite(values.sum()):

@@ -108,11 +108,13 @@ class CategoricalHMM(BaseHMM):
 
     def _prepare(self, batch: Batch) -> Tensor:
         """Return the symbol of each row, `[M]`; K where it is missing."""
-        symbols = batch.values[:, 0].long()
+        # The steps of a sequence are next to each other in memory, where scans look them up. The
+        # copy that brings this order converts the dtype too.
+        steps_last = batch.values.view(batch.shape).T
+        symbols = steps_last.to(torch.int64, memory_format=torch.contiguous_format).T
         if batch.missing is not None:
-            symbols = symbols.masked_fill(batch.missing[:, 0], self.n_features or 0)
-        # The steps of a sequence are next to each other in memory, where scans look them up.
-        return symbols.view(batch.shape).T.contiguous().T
+            symbols.masked_fill_(batch.missing.view(batch.shape), self.n_features or 0)
+        return symbols
 
     def log_likelihood(self, X: Tensor, emissionprob: Tensor) -> Tensor:  # type: ignore[override]
         return self._table(emissionprob).index_select(0, X.flatten())
