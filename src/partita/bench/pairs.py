@@ -74,6 +74,7 @@ class Pairs(GradientCase):
     caption = "CLIP's loss from features and its gradients"
     yardstick = "products"
     learned = 2
+    relative_above = 1.0  # A few pairs have a loss near 0, log(1 + little), which fp32 rounds.
     shrinks: ClassVar[dict[str, int]] = {"pairs": 2}  # The gradient of a single one is zero.
 
     def inputs(self, buffers: Buffers) -> PairInputs:
