@@ -225,3 +225,25 @@ def support_matrix() -> str:
 @figure
 def support_step() -> str:
     return f"{row(TABLE, op='linear_support_stats', variant='step')['ms']} ms"
+
+
+@figure
+def hmm_iterations() -> str:
+    """Write the times of an iteration beside those of peers; a peer may have only one size."""
+    lines = []
+    for size, said in (("1 x 100000", "1 × 100,000"), ("100 x 1000", "100 × 1,000")):
+        times = _each("hmm", "H200", size, "partita", "dynamax", "pomegranate")
+        lines.append([said, *(f"{each} ms" if each else "–" for each in times)])
+    return table(["sequences × steps", "`partita.hmm`", "dynamax", "pomegranate"], lines)
+
+
+@figure
+def hmm_fits() -> str:
+    whole, many, one = _each(
+        "hmm", "H200", "1 x 100000", "whole fit of one iteration", "64 restarts", "one start"
+    )
+    gib = row(TABLE, op="hmm", variant="64 restarts")["gib"]
+    return (
+        f"checks parameters, takes {whole} ms. From drawn starting values, an iteration takes\n"
+        f"{many} ms for 64 restarts and {one} ms for one, and the restarts {gib} GiB of memory"
+    )
