@@ -140,7 +140,9 @@ def extensions(
     return score, best, token, frame, move, gain
 
 
-@triton.jit(do_not_specialize=["blank", "S", "steps", "max_symbols", "stride_b", "stride_t"])
+@triton.jit(
+    do_not_specialize=["blank", "S", "steps", "max_symbols", "look", "stride_b", "stride_t"]
+)
 def transducer_beam_kernel(
     logits_ptr,  # [B * W, V + number of durations]
     top,  # Top
@@ -154,6 +156,7 @@ def transducer_beam_kernel(
     S,
     steps,  # that there is room for
     max_symbols,
+    look,  # the most frames by which an arc moves on, where more may come; otherwise 0
     stride_b,
     stride_t,
     stride_d,
@@ -161,6 +164,7 @@ def transducer_beam_kernel(
     BLOCK_E: tl.constexpr,  # extensions
     BLOCK_C: tl.constexpr,  # those that are selected, and complete hypotheses
     CANDIDATES: tl.constexpr,  # those that are selected, for each place of the beam
+    NODE_BITS: tl.constexpr,  # below a node in a key are those of the token
     BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,  # nodes that are compared together
     BLOCK_D: tl.constexpr,
@@ -213,7 +217,7 @@ def transducer_beam_kernel(
         origin = e // (size.ND * (size.KT + 1))
         node = tl.load(integers_ptr + origin, mask=exists, other=0)
         key = tl.load(integers_ptr + KEY * 2 * W + origin, mask=exists, other=-1)
-        key = tl.where(token == blank, key, node * size.V + token)
+        key = tl.where(token == blank, key, (node << NODE_BITS) + token)
 
         # Complete hypotheses take no arc, and merge with those that become complete.
         c = (i - CANDIDATES * W).to(tl.int64)
@@ -315,10 +319,11 @@ def transducer_beam_kernel(
         tl.store(known_ptr + used + w, tl.where(enters, key, -2), mask=is_place)
 
         score = tl.load(numbers_ptr + w, mask=is_place, other=NEG_INF)
-        goes_on = (tl.max(score, axis=0) > NEG_INF) & (is_nan == 0)
+        frame = tl.load(integers_ptr + FRAME * 2 * W + w, mask=is_place, other=0)
+        last = tl.max(tl.where(score > NEG_INF, frame, -1), axis=0)
+        goes_on = (last >= 0) & (last + look < length) & (is_nan == 0)
         tl.store(progress.is_open + b, goes_on)
         tl.store(progress.step + b, step + 1)
-        frame = tl.load(integers_ptr + FRAME * 2 * W + w, mask=is_place, other=0)
         shown = tl.maximum(tl.minimum(frame, length - 1), 0)[:, None]
         for first in range(0, size.D, BLOCK_D):
             d = (first + tl.arange(0, BLOCK_D))[None, :]
