@@ -63,7 +63,7 @@ def _checked(
     return _Checked(found, checked_durations(durations), max_tokens)
 
 
-def _check_state(state: Any, kind: type, B: int, models: LabelModels) -> None:
+def _check_state(state: Any, kind: type[Any], B: int, models: LabelModels) -> None:
     """Check that a state is that of B streams, of a search of a kind with these models."""
     if state is None:
         return

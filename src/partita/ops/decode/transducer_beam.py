@@ -6,9 +6,9 @@ agree are one, and their probabilities are added. A blank that leads exactly to 
 frames completes a hypothesis. The best complete ones are kept apart from the beam.
 
 The tokens of a hypothesis are a node of a trie, which is known by its key: the node without the
-last token, and that token. All keys of a sequence are in a table, in which new ones are
-looked up, so that equal tokens are always one node. What was emitted when is a list of events, each
-of which leads to the one before, along the most probable alignment.
+last token, and that token. All keys of a sequence are in a table, in which new ones are looked up,
+so that equal tokens are always one node. What was emitted when is a list of events, each of which
+leads to the one before, along the most probable alignment.
 
 In a stream, a sequence waits while one of its hypotheses may move to a frame that has not arrived.
 Until then no step depends on the number of frames. So the steps are the same for chunks of any
@@ -89,15 +89,9 @@ def start(
     blank: int,
     look: int,
 ) -> Progress:
-    """Return the progress of a state before its next step, with room for more steps.
+    """Return the progress of a state with the frames that are there, and room for some steps.
 
-    Args:
-        state: where the search goes on.
-        encoder, lengths: the frames that are there, and their numbers.
-        valid: `[B]` bool. A sequence that is not has the score NaN.
-        steps: the number of steps that may come.
-        blank: the class of the blank.
-        look: as in `goes_on`.
+    A sequence that is not `valid`, `[B]`, has the score NaN. `look` is as in `goes_on`.
     """
     B, W = len(lengths), state.numbers.shape[2] // 2
     integers, (live, ends) = state.integers.clone(), state.numbers.split(W, 2)

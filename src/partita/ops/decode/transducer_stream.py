@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...runtime.launch import cdiv
 from .transducer_common import (
     NODE_BITS,
     Beam,
@@ -122,14 +121,10 @@ def rows_at(frames: Tensor, places: Tensor) -> Tensor:
 def later_state(
     state: TransducerBeamState, progress: Progress, encoder: Tensor, lengths: Tensor
 ) -> TransducerBeamState:
-    """Return the state after a chunk, but for what network and models have.
+    """Return the state after a chunk, with the network's and the models' of the state before it.
 
-    The host waits for the device, since it has to know how much is kept.
-
-    Args:
-        state: the one before the chunk.
-        progress: that of the search.
-        encoder, lengths: the frames that were there.
+    The host waits for the device, since it has to know how much is kept. `encoder` and `lengths`
+    are the frames of which the search knew.
     """
     (beam, ends), known, events = progress.halves(), progress.known, progress.events
     alive = (beam.scores > -torch.inf) & ~ends.scores.isnan()
@@ -140,9 +135,9 @@ def later_state(
     counts = torch.where(alive, beam.counts - of_events.common[:, None], 0)
     kept_frames = lengths - frame[:, 0]
     sizes = (of_tokens.number, of_events.number, counts.amax(1), kept_frames)
-    *numbers, longest, K = torch.stack(sizes).amax(1).tolist()
+    nodes_kept, events_kept, longest, K = torch.stack(sizes).amax(1).tolist()
     W = alive.shape[1]
-    room = W * cdiv(max(numbers), W)  # the steps that come have W places each
+    room = -(-max(nodes_kept, events_kept) // W) * W  # the steps that come have W places each
 
     # The last node that all hypotheses share becomes the root.
     keys = ((of_tokens.at(parents) + 1) << NODE_BITS) + known % (1 << NODE_BITS)
@@ -155,8 +150,8 @@ def later_state(
         counts=counts,
         events=torch.where(alive, of_events.at(beam.events), -1),
     )
-    live = torch.stack(beam[:-2], 1), torch.stack(beam[-2:], 1)
-    live = live[0], torch.where(alive[:, None], live[1], -torch.inf)
+    integers, numbers = torch.stack(beam[:-2], 1), torch.stack(beam[-2:], 1)
+    numbers = torch.where(alive[:, None], numbers, -torch.inf)
     events = events._replace(before=of_events.at(events.before), steps=events.steps - frame)
     place = frame + torch.arange(max(K, 1), device=frame.device)
     return state._replace(
@@ -165,8 +160,8 @@ def later_state(
         offset=state.offset + frame[:, 0],
         encoder=rows_at(encoder, place.clamp(max=encoder.shape[1] - 1)),
         lengths=kept_frames,
-        integers=torch.cat([live[0], state.integers[..., W:]], 2),
-        numbers=torch.cat([live[1], progress.numbers[..., W:]], 2),
+        integers=torch.cat([integers, state.integers[..., W:]], 2),
+        numbers=torch.cat([numbers, progress.numbers[..., W:]], 2),
         known=known,
         events=Event(*(of_events.kept(x, room) for x in events)),
         longest=longest,
