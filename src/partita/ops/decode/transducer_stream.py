@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...runtime.sizes import cdiv
 from .transducer_common import (
     NODE_BITS,
     Beam,
@@ -137,7 +138,7 @@ def later_state(
     sizes = (of_tokens.number, of_events.number, counts.amax(1), kept_frames)
     nodes_kept, events_kept, longest, K = torch.stack(sizes).amax(1).tolist()
     W = alive.shape[1]
-    room = -(-max(nodes_kept, events_kept) // W) * W  # the steps that come have W places each
+    room = W * cdiv(max(nodes_kept, events_kept), W)  # the steps that come have W places each
 
     # The last node that all hypotheses share becomes the root.
     keys = ((of_tokens.at(parents) + 1) << NODE_BITS) + known % (1 << NODE_BITS)
