@@ -149,7 +149,9 @@ def advance_beam(
     top = topk_fake(classes, KT)
     topk_of_rows(classes, KT, 1.0, 0.0, top)
     block_c = next_power_of_2((CANDIDATES + 1) * W)
-    numbers = torch.empty((2, B, block_c), dtype=torch.float64, device=logits.device)
+    block_e = next_power_of_2(W * (KT + 1) * ND)
+    scores = torch.empty((B, block_e), dtype=torch.float64, device=logits.device)
+    token_scores = torch.empty((B, block_c), dtype=torch.float64, device=logits.device)
     integers = torch.empty((4, B, block_c), dtype=torch.int64, device=logits.device)
     block_w = next_power_of_2(W)
     launch(
@@ -161,7 +163,7 @@ def advance_beam(
         lengths_ptr=lengths,
         moves_ptr=moves,
         progress=progress,
-        scratch=Scratch(*numbers, *integers),
+        scratch=Scratch(scores, token_scores, *integers),
         size=Sizes(encoder.shape[2], V, W, KT, ND, logits.shape[1]),
         blank=blank,
         S=max_tokens,
@@ -171,7 +173,7 @@ def advance_beam(
         stride_t=encoder.stride(1),
         stride_d=encoder.stride(2),
         HAS_DURATIONS=num_durations > 0,
-        BLOCK_E=next_power_of_2(W * (KT + 1) * ND),
+        BLOCK_E=block_e,
         BLOCK_C=block_c,
         CANDIDATES=CANDIDATES,
         BLOCK_W=block_w,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift, log_exact
-from .select import ranks_in_order, select_in_order
+from .select import ranks_in_order
 
 NEG_INF = tl.constexpr(-float("inf"))
 # The integers of a hypothesis, and its numbers, in the order of the fields of `Beam`.
@@ -30,10 +30,11 @@ class Top(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of a sequence, padded to `[BLOCK_C]`; that of the extensions that were selected.
+    """Memory of a sequence, `[BLOCK_C]` for those of its extensions that were selected.
 
     Fields:
-        scores, token_scores: fp64.
+        scores: `[BLOCK_E]` fp64, of all of its extensions.
+        token_scores: fp64.
         order, origins, tokens, moves: int64.
     """
 
@@ -185,7 +186,7 @@ def transducer_beam_kernel(
         numbers_ptr += b * 4 * W
         known_ptr += b * (1 + steps * W)
         at = b * BLOCK_C
-        scores_ptr, arcs_ptr = scratch.scores + at, scratch.token_scores + at
+        scores_ptr, arcs_ptr = scratch.scores + b * BLOCK_E, scratch.token_scores + at
         order_ptr, origins_ptr = scratch.order + at, scratch.origins + at
         labels_ptr, moved_ptr = scratch.tokens + at, scratch.moves + at
 
@@ -196,14 +197,15 @@ def transducer_beam_kernel(
             S, max_symbols, HAS_DURATIONS, ACC_DTYPE,
         )  # fmt: skip
         is_nan = tl.max((score != score).to(tl.int32), axis=0) > 0
-        passes, position, number = select_in_order(score, CANDIDATES * W)
-        tl.store(scores_ptr + position, score, mask=passes)
-        tl.store(origins_ptr + position, e, mask=passes)
+        passes = score > NEG_INF  # which NaN is not either
+        number = tl.minimum(tl.sum(passes.to(tl.int32), axis=0), CANDIDATES * W)
+        i = tl.arange(0, BLOCK_E)
+        tl.store(scores_ptr + i, score)
         tl.debug_barrier()
-        rank = ranks_in_order(scores_ptr, number, BLOCK_C, 16)
+        rank = ranks_in_order(scores_ptr, BLOCK_E, BLOCK_E, 16)
+        tl.store(order_ptr + rank, e, mask=passes & (rank < number))
+        tl.debug_barrier()
         i = tl.arange(0, BLOCK_C)
-        tl.store(order_ptr + rank, tl.load(origins_ptr + i, mask=i < number), mask=i < number)
-        tl.debug_barrier()
         exists = i < number
         e = tl.load(order_ptr + i, mask=exists, other=BLOCK_E * 2)
         score, best, token, frame, move, gain = extensions(
