@@ -159,4 +159,8 @@ class Search(SequencesCase):
         return Loop((("inference", lambda: function(inputs)),))
 
 
-OPS = {"rnnt_search": cases_of(dict.fromkeys(PROVIDERS["partita"], (Search, SIZES)), torch.float32)}
+OPS = {
+    "rnnt_search": cases_of(
+        dict.fromkeys(PROVIDERS["partita"], (Search, SIZES)), torch.float32, torch.bfloat16
+    )
+}
