@@ -18,7 +18,7 @@ from ...runtime.autograd import (
     saved_tensors,
 )
 from . import reference
-from .common import empty_gradients, empty_state, mean_loss, scaled_gradients
+from .common import empty_gradients, empty_state, has_fast_products, mean_loss, scaled_gradients
 
 
 def _gpu() -> ModuleType:
@@ -27,8 +27,14 @@ def _gpu() -> ModuleType:
     return kernels
 
 
+def fake_state(
+    a: Tensor, b: Tensor, symmetric: bool, save: bool, served_by: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_state(a, b, symmetric, save, served_by == "gpu" and has_fast_products(a))
+
+
 define_op = functools.partial(register.define, gpu=_gpu, vmap=one_by_one)
-state_op = define_op(reference.contrastive_state, empty_state)
+state_op = define_op(reference.contrastive_state, fake_state)
 gradient_op = define_op(reference.contrastive_gradient, empty_gradients)
 
 

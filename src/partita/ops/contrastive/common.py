@@ -16,9 +16,10 @@ from ...primitives.gpu.target import target_of
 from ...primitives.rows import chunks
 from ...runtime import checks
 from ...runtime.autograd import needs_gradient
+from ...runtime.backend import current_backend, resolve
 from ...runtime.constants import scalar
 from ...runtime.dtypes import acc_dtype
-from ...runtime.sizes import cdiv, decide, holds, larger, same_sizes
+from ...runtime.sizes import cdiv, decide, holds, larger, same_sizes, smaller
 from ..linear_heads.common import cast_to_autocast, never
 from ..linear_heads.plan import (
     CPU_CHUNK_TOKENS,
@@ -33,6 +34,36 @@ KINDS = ("softmax", "sigmoid")
 
 CHUNK_ROWS = 128  # Larger chunks have a multiple of these rows, which are a tile of the products.
 MOST_ROWS = 2**14  # of a chunk whose gradient alone is in memory; products of more are slower
+LEAST_ROWS = 2**12  # whose gradient must fit beside all codes; products of fewer would be slow
+CODE_BYTES = 2
+# Codes go from -32767 to 32767. The rest is for the rounding of a similarity and its bound.
+LARGEST_CODE = 32000
+SMALLEST_NORM = 1e-15  # The squares of a smaller one underflow, and so would the step of its row.
+
+
+class Codes(NamedTuple):
+    """Similarities in 16 bits: each is its code times the step of its row, which bounds its error.
+
+    By the Cauchy-Schwarz inequality no similarity exceeds the product of two norms, so the steps
+    follow from the features, and no code overflows.
+
+    Fields:
+        codes: numbers of steps, int16 `[R, C]`, as integers from 0 on that are 2**15 larger.
+        steps: the step of each row, fp32 `[R]`.
+        pairs: the exact logits of pairs, `[R]`, since the gradient p - 1 of a pair may cancel.
+        error: the greatest error of a logit, fp32 `[]`. Where it is above `LARGEST_ERROR` of the
+            kernels, or NaN, the codes are not read.
+    """
+
+    codes: Tensor
+    steps: Tensor
+    pairs: Tensor
+    error: Tensor
+
+    def chunk(self, some: slice, columns: int) -> Codes:
+        """Return the codes of some rows."""
+        codes = self.codes[some, :columns]
+        return Codes(codes, self.steps[some], self.pairs[some], self.error)
 
 
 class Product(NamedTuple):
@@ -40,10 +71,12 @@ class Product(NamedTuple):
 
     Fields:
         a, b: features of rows and columns, `[R, D]` and `[C, D]`.
+        codes: the `Codes` that the scan writes and the gradient reads, or None.
     """
 
     a: Tensor
     b: Tensor
+    codes: Codes | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,8 +123,8 @@ class ContrastiveKernels(NamedTuple):
             of columns or None, a factor, and memory. It writes the gradient of the logits times the
             factor `[R, C]`, and the sums of each row, `[2, R]`: of the gradient times the
             similarity, and of the gradient.
-        multiplies: takes the features, and returns whether the other functions take their
-            `Product` instead of the similarities, and are faster with it.
+        multiplies: takes the features of rows, and returns whether the other functions take the
+            `Product` of features instead of the similarities, and are faster with it.
     """
 
     scan: Callable[..., None]
@@ -120,13 +153,16 @@ class ContrastiveInputs(NamedTuple):
 
     def saves(self, columns: int) -> bool:
         """Return whether all logits are saved for a gradient; raise unless those of a row fit."""
-        least = row_bytes(columns, self.a.dtype)
+        a, backend = self.a, current_backend()
+        served_by_gpu = resolve(backend, a.device, has_cpu=False) == "gpu"
+        multiplies = served_by_gpu and has_fast_products(a)
+        least = row_bytes(columns, a.dtype, multiplies)
         if decide(self.budget < least, otherwise=False):
             raise ValueError(
                 f"memory_budget: expected at least {least:,} bytes for {columns:,} columns, or"
                 f" None, got {self.budget:,}"
             )
-        fits = fits_memory(self.a, columns, self.budget)
+        fits = fits_memory(a, columns, self.budget, multiplies)
         return fits and needs_gradient(self.a, self.b, self.logit_scale, self.logit_bias)
 
 
@@ -190,20 +226,19 @@ def has_fast_products(a: Tensor) -> bool:
     return is_hopper and decide((a.shape[1] > 0) & (a.shape[1] % 8 == 0), otherwise=False)
 
 
-def fits_memory(a: Tensor, columns: int, budget: int) -> bool:
-    """Return whether all logits fit the budget.
-
-    Kernels that multiply take less time to compute many logits again than to read them. So no
-    budget makes room for more than the default one does.
-    """
-    most = min(budget, DEFAULT_BUDGET) if a.is_cuda and has_fast_products(a) else budget
-    return decide(a.shape[0] * row_bytes(columns, a.dtype) <= most, otherwise=False)
+def fits_memory(a: Tensor, columns: int, budget: int, multiplies: bool) -> bool:
+    """Return whether all logits fit the budget, with room for the gradient of a chunk."""
+    rows = a.shape[0]
+    if multiplies:
+        budget = budget - rows * padded_width(columns) * CODE_BYTES
+        rows = smaller(rows, LEAST_ROWS)
+    return decide(rows * row_bytes(columns, a.dtype, multiplies) <= budget, otherwise=False)
 
 
 def row_bytes(columns: int, dtype: torch.dtype, multiplies: bool = False) -> int:
     """Return the bytes of a row's similarities and their gradient, with the sums of its tiles.
 
-    Kernels that multiply have no similarities in memory.
+    Kernels that multiply have no similarities in memory, and codes are counted apart.
     """
     width = padded_width(columns)
     if multiplies:
@@ -240,11 +275,29 @@ def as_factors(*features: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.contiguous() if x.is_cuda else x.to(acc_dtype(x.dtype)) for x in features)
 
 
-def empty_state(a: Tensor, b: Tensor, symmetric: bool, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for the results of `contrastive_state`."""
+def aligned(features: Tensor) -> Tensor:
+    """Return features as kernels multiply them: rows beside each other, from 16 bytes on."""
+    features = features.contiguous()
+    return features.clone() if features.data_ptr() % 16 else features
+
+
+def codes_of(a: Tensor, b: Tensor, logit_scale: Tensor, pairs: Tensor, codes: Tensor) -> Codes:
+    """Return `Codes` of the similarities of features, in memory that holds them or will."""
+    of_a, of_b = (torch.linalg.vector_norm(x, dim=1, dtype=torch.float32) for x in (a, b))
+    largest = of_b.amax().clamp_min(SMALLEST_NORM)
+    steps = of_a.clamp_min(SMALLEST_NORM) * largest / LARGEST_CODE
+    return Codes(codes, steps, pairs, steps.amax() * logit_scale.abs() / 2)
+
+
+def empty_state(
+    a: Tensor, b: Tensor, symmetric: bool, save: bool, multiplies: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the results of `contrastive_state`. Kernels that multiply save codes."""
     n, m, dtype = a.shape[0], b.shape[0], acc_dtype(a.dtype)
     sizes = (3, n), (2, m if symmetric else 0), (n if save else 0, padded_width(m))
-    rows, columns, saved = (a.new_empty(size, dtype=dtype) for size in sizes)
+    dtypes = dtype, dtype, torch.int16 if multiplies else dtype
+    each = zip(sizes, dtypes, strict=True)
+    rows, columns, saved = (a.new_empty(size, dtype=dtype) for size, dtype in each)
     return rows, columns, saved
 
 
@@ -258,29 +311,32 @@ def empty_gradients(
     return da, db, sums
 
 
-def planned_chunks(
-    a: Tensor, b: Tensor, budget: int, saved: Tensor, kernels: ContrastiveKernels
-) -> tuple[int, bool]:
-    """Return the rows of a chunk, and whether kernels multiply instead of reading similarities."""
-    is_cut = not len(saved) and not fits_memory(a, len(b), budget)
-    multiplies = is_cut and kernels.multiplies(a, b)
-    return chunk_rows(a, b, budget, multiplies), multiplies
-
-
 def similarities_of_chunks(
-    a: Tensor, b: Tensor, size: int, multiplies: bool, saved: Tensor, are_known: bool = False
+    a: Tensor,
+    b: Tensor,
+    logit_scale: Tensor,
+    pairs: Tensor,
+    size: int,
+    multiplies: bool,
+    saved: Tensor,
+    are_known: bool = False,
 ) -> Iterator[tuple[slice, Tensor | Product]]:
     """Yield the rows of each chunk and their similarities.
 
     Args:
-        a, b: features.
-        size, multiplies: of `planned_chunks`.
-        saved: memory for the similarities of all rows. If it is empty, chunks share memory.
+        a, b, logit_scale: features, and what similarities are multiplied by.
+        pairs: the logits of pairs, or memory for them.
+        size: the rows of a chunk.
+        multiplies: whether they are a `Product`.
+        saved: memory for the similarities of all rows, or for their codes. If it is empty, there
+            are no codes, and chunks share the memory of similarities.
         are_known: whether they have been computed.
     """
     if multiplies:
-        a, b = a.contiguous(), b.contiguous()
-        yield from ((some, Product(a[some], b)) for some in chunks(len(a), size))
+        a, b = aligned(a), aligned(b)
+        codes = codes_of(a, b, logit_scale, pairs, saved) if len(saved) else None
+        for some in chunks(len(a), size):
+            yield some, Product(a[some], b, codes and codes.chunk(some, len(b)))
         return
     a, b = as_factors(a, b)
     memory = saved if len(saved) else saved.new_empty(size, padded_width(len(b)))
@@ -316,12 +372,14 @@ def contrastive_state(
 
     Returns:
         The `LogSumExp` of rows and the logits of their pairs, `[3, n]`; that of columns, `[2, m]`;
-        the saved similarities, `[n, padded m]`.
+        the saved similarities, `[n, padded m]`, or their codes if kernels multiply.
     """
-    rows, columns, saved = empty_state(a, b, symmetric, save)
+    multiplies = kernels.multiplies(a)
+    rows, columns, saved = empty_state(a, b, symmetric, save, multiplies)
     of_columns = LogSumExp(*columns) if symmetric else None
-    plan = planned_chunks(a, b, budget, saved, kernels)
-    for some, similarities in similarities_of_chunks(a, b, *plan, saved):
+    size = chunk_rows(a, b, budget, multiplies)
+    each = similarities_of_chunks(a, b, logit_scale, rows[2], size, multiplies, saved)
+    for some, similarities in each:
         logits = Logits(similarities, logit_scale, logit_bias, first + some.start)
         *of_rows, pairs = rows[:, some]
         adds = some.start > 0
@@ -357,10 +415,12 @@ def contrastive_gradient(
     """
     da, db, sums = empty_gradients(a, b, a_grad, b_grad)
     of_columns = LogSumExp(*columns) if symmetric else None
-    plan, factor = planned_chunks(a, b, budget, saved, kernels), gradient_factor(a.dtype)
-    each = similarities_of_chunks(a, b, *plan, saved, are_known=len(saved) > 0)
+    multiplies, factor = kernels.multiplies(a), gradient_factor(a.dtype)
+    size = chunk_rows(a, b, budget - saved.nbytes if multiplies else budget, multiplies)
+    of_all = a, b, logit_scale, rows[2]
+    each = similarities_of_chunks(*of_all, size, multiplies, saved, are_known=len(saved) > 0)
     a, b = as_factors(a, b)
-    gradients = a.new_empty(plan[0], padded_width(len(b)))
+    gradients = a.new_empty(size, padded_width(len(b)))
     if len(a) == 0:
         db.zero_()
     for some, similarities in each:

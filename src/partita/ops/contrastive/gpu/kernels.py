@@ -51,9 +51,15 @@ class Tiling(NamedTuple):
 SCANNED, DIFFERENTIATED = Tiling(128, 128), Tiling(32, 128)
 # Where a kernel multiplies, two programs of the scan or one of the gradient fill a multiprocessor.
 PRODUCT_SCANNED, PRODUCT_DIFFERENTIATED = Tiling(128, 128, 4, 16), Tiling(128, 256, 8, 8)
+# The columns are those of the kernel that multiplies, whose parts of sums it may write.
+CODES_DIFFERENTIATED = Tiling(16, PRODUCT_DIFFERENTIATED.columns)
 BLOCK_D = 64  # features of a step of a product
 # A sum of exponentials from this one on has lost nothing to underflow, which begins below 1e-38.
 SMALLEST_SUM = tl.constexpr(1e-30)
+# The greatest error of a logit from a code; the gradient of bf16 is rounded as much.
+LARGEST_ERROR = tl.constexpr(2.0**-9)
+# fp32 numbers around this one have steps of 1, and their last 16 bits count them, from 0 on.
+CODE_ORIGIN = tl.constexpr(2.0**23 + 2.0**15)
 WIDENS = tl.constexpr(INTERPRETED)  # The interpreter would multiply the bits of bf16.
 MERGED, MERGED_PARTS = 64, 16  # results of a program that merges, and the parts it loads together
 
@@ -100,7 +106,7 @@ def loaded(
     # Offsets in a tile have 32 bits, since one for each logit is computed.
     start = logits.similarities + (first_row.to(tl.int64) * stride + first_column)
     mask = (first_row + r < R) & (first_column + c < C)
-    return tl.load(start + (r * stride + c), mask=mask, other=0.0)
+    return tl.load(start + (r * stride + c), mask=mask, other=0)
 
 
 @triton.jit
@@ -125,8 +131,27 @@ def multiplied(
 
 
 @triton.jit
-def as_tile(similarity, logits, row_block, column_block, first_column, R, C):
-    """Describe the similarities of a tile, or of some of its columns."""
+def encoded(similarity, step):
+    """Return similarities as codes; see `Codes`."""
+    steps = tl.fma(similarity, 1.0 / step, CODE_ORIGIN)
+    return steps.to(tl.int32, bitcast=True).to(tl.int16)
+
+
+@triton.jit
+def decoded(code):
+    """Return codes as numbers of steps."""
+    bits = code.to(tl.uint16, bitcast=True).to(tl.uint32) | 0x4B000000  # those of 2**23
+    return bits.to(tl.float32, bitcast=True) - CODE_ORIGIN
+
+
+@triton.jit
+def as_tile(
+    similarity, logits, row_block, column_block, first_column, R, C, step=None, pairs_ptr=None
+):
+    """Describe the similarities of a tile, or of some of its columns.
+
+    They may be numbers of steps, beside the exact logits of pairs.
+    """
     ROWS: tl.constexpr = similarity.shape[0]
     COLUMNS: tl.constexpr = similarity.shape[1]
     first_row = row_block * ROWS
@@ -134,11 +159,16 @@ def as_tile(similarity, logits, row_block, column_block, first_column, R, C):
     column = first_column + tl.arange(0, COLUMNS)[None, :]
     is_whole = (first_row + ROWS <= R) & (first_column + COLUMNS <= C)
     # The shift is subtracted from the same rounded logit that is stored for a pair.
-    logit = rounded_product(similarity, tl.load(logits.scale))
+    scale = tl.load(logits.scale)
+    logit = rounded_product(similarity, scale if step is None else scale * step)
     if logits.bias is not None:
         logit += tl.load(logits.bias)
     pairs = first_row + logits.first
     has_pairs = (pairs < first_column + COLUMNS) & (pairs + ROWS > first_column)
+    if pairs_ptr is not None:
+        if has_pairs:
+            exact = tl.load(pairs_ptr + row, mask=row < R, other=0.0)
+            logit = tl.where(column == row + logits.first, exact, logit)
     blocks = (row_block, column_block)
     return Tile(row, column, is_whole, row + logits.first, has_pairs, similarity, logit, blocks)
 
@@ -259,6 +289,8 @@ def contrastive_product_scan_kernel(
     logits,  # Logits without similarities
     a,  # descriptor of the features of the rows, [R, D]
     b,  # descriptor of those of the columns, [C, D]
+    codes,  # descriptor of the codes of the similarities, [R, C], written; or None
+    steps_ptr,  # [R], the steps of their rows, or None
     rows,  # as in contrastive_scan_kernel
     columns,
     pairs_ptr,
@@ -271,12 +303,16 @@ def contrastive_product_scan_kernel(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute the similarities of a tile and its log-sum-exps, without writing the similarities.
+    """Compute the similarities of a tile and its log-sum-exps, and write codes at most.
 
     Two programs share a multiprocessor: one multiplies while the other computes exponentials.
     """
     places = place_of(tl.program_id(0), R, C, TILE_R, TILE_C, GROUP)
     similarity = multiplied((a, b), *places, D, TILE_R, TILE_C, BLOCK_D)
+    if codes is not None:
+        row = places[0] * TILE_R + tl.arange(0, TILE_R)[:, None]
+        step = tl.load(steps_ptr + row, mask=row < R, other=1.0)
+        codes.store([places[0] * TILE_R, places[1] * TILE_C], encoded(similarity, step))
     if IS_SIGMOID:
         total = tl.zeros([TILE_R, 1], tl.float32)
         parts = quarters(similarity)
@@ -332,6 +368,12 @@ def store_sums(scale_ptr, bias_ptr, of_scale, of_bias, tile, R):
     tl.store(bias_ptr + offset, of_bias, mask=tile.row < R)
 
 
+@triton.jit
+def is_precise(error_ptr):
+    """Return whether codes give the logits with a small error."""
+    return tl.load(error_ptr) <= LARGEST_ERROR
+
+
 @triton.jit(do_not_specialize=["R", "factor"])
 def contrastive_gradient_kernel(
     logits,  # Logits, [R, C]
@@ -342,6 +384,9 @@ def contrastive_gradient_kernel(
     gradient_stride,
     scale_ptr,  # [column blocks, R], sums of the gradient times the similarity
     bias_ptr,  # [column blocks, R], sums of the gradient
+    steps_ptr,  # [R], the steps of the rows if the similarities are codes, or None
+    pairs_ptr,  # [R], the logits of pairs, or None
+    error_ptr,  # [], the greatest error of a logit that is a code, or None
     factor: tl.float32,
     R,
     C,
@@ -349,10 +394,21 @@ def contrastive_gradient_kernel(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """Compute the gradient of a tile of logits, times a factor where it is rounded."""
+    """Compute the gradient of a tile of logits, times a factor where it is rounded.
+
+    Where codes are too coarse it does nothing, and the kernel that multiplies does all.
+    """
+    if error_ptr is not None:
+        if not is_precise(error_ptr):
+            return
     places = place_of(tl.program_id(0), R, C, TILE_R, TILE_C, 1)
     similarity = loaded(logits, stride, *places, R, C, TILE_R, TILE_C)
-    tile = as_tile(similarity, logits, *places, places[1] * TILE_C, R, C)
+    step = None
+    if steps_ptr is not None:
+        row = places[0] * TILE_R + tl.arange(0, TILE_R)[:, None]
+        step = tl.load(steps_ptr + row, mask=row < R, other=0.0)
+        similarity = decoded(similarity)
+    tile = as_tile(similarity, logits, *places, places[1] * TILE_C, R, C, step, pairs_ptr)
     dtype: tl.constexpr = gradient_ptr.dtype.element_ty
     weights = None if IS_SIGMOID else load_weights(rows, tile.row, R)
     gradient = gradient_of(tile, weights, columns, R, C, dtype, IS_SIGMOID)
@@ -363,6 +419,8 @@ def contrastive_gradient_kernel(
     tl.store(ptrs, (gradient * factor).to(dtype), mask=exists)
     of_scale = tl.sum(gradient * tile.similarity, axis=1, keep_dims=True)
     of_bias = tl.sum(gradient, axis=1, keep_dims=True)
+    if step is not None:
+        of_scale *= step
     store_sums(scale_ptr, bias_ptr, of_scale, of_bias, tile, R)
 
 
@@ -376,6 +434,7 @@ def contrastive_product_gradient_kernel(
     gradient,  # descriptor of the gradient, [R, C], written
     scale_ptr,
     bias_ptr,
+    error_ptr,
     factor: tl.float32,
     R,
     C,
@@ -392,6 +451,8 @@ def contrastive_product_gradient_kernel(
     gradient, a quarter of the columns after another, so that it stays in registers.
     """
     tiles = tl.cdiv(R, TILE_R) * tl.cdiv(C, TILE_C)
+    if error_ptr is not None:
+        tiles = 0 if is_precise(error_ptr) else tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         places = place_of(tile, R, C, TILE_R, TILE_C, GROUP)
         similarity = multiplied((a, b), *places, D, TILE_R, TILE_C, BLOCK_D)
@@ -470,18 +531,12 @@ def contrastive_merge_kernel(
         tl.store(result.maximum + place, maximum, mask=exists)
 
 
-def multiplies(a: Tensor, b: Tensor) -> bool:
-    """Return whether the kernels multiply these features themselves; see `has_fast_products`."""
-    starts = [x.data_ptr() for x in (a, b) if x.is_contiguous()]  # A copy starts on 16 bytes.
-    return has_fast_products(a) and not any(start % 16 for start in starts)
-
-
 def tensors_of(chunk: Logits, tiling: Tiling) -> dict[str, Any]:
     """Return the arguments of a launch that give the similarities, or the features to multiply."""
     similarities = chunk.similarities
     if isinstance(similarities, Tensor):
         return {"logits": chunk, "stride": similarities.stride(0)}
-    sizes = zip(similarities, (tiling.rows, tiling.columns), strict=True)
+    sizes = zip(similarities[:2], (tiling.rows, tiling.columns), strict=True)
     a, b = (TensorDescriptor.from_tensor(x, [size, BLOCK_D]) for x, size in sizes)
     return {
         "logits": chunk._replace(similarities=None),
@@ -547,8 +602,13 @@ def scan(
     """Write the statistics of a chunk; see `ContrastiveKernels`."""
     R, C = chunk.similarities.shape
     kernel, tiling = contrastive_scan_kernel, SCANNED
+    tensors: dict[str, Any] = {}
     if isinstance(chunk.similarities, Product):
         kernel, tiling = contrastive_product_scan_kernel, PRODUCT_SCANNED
+        codes = chunk.similarities.codes
+        tile = [tiling.rows, tiling.columns]
+        descriptor = codes and TensorDescriptor.from_tensor(codes.codes, tile)
+        tensors = {"codes": descriptor, "steps_ptr": codes and codes.steps}
     of_rows = LogSumExp(*pairs.new_empty(2, cdiv(C, tiling.columns), R))
     of_columns = None
     if columns is not None:
@@ -556,7 +616,7 @@ def scan(
     if is_sigmoid:
         rows.maximum.zero_()
         of_rows, rows = (each._replace(maximum=None) for each in (of_rows, rows))
-    tensors: dict[str, Any] = {"rows": of_rows, "columns": of_columns, "pairs_ptr": pairs}
+    tensors |= {"rows": of_rows, "columns": of_columns, "pairs_ptr": pairs}
     launch_tiles(kernel, chunk, is_sigmoid, tiling, **tensors)
     merge(of_rows, rows)
     if columns is not None and of_columns is not None:
@@ -583,27 +643,44 @@ def gradient(
 ) -> None:
     """Write the gradient of a chunk of logits and the sums of its rows; see the reference."""
     R, C = chunk.similarities.shape
-    options: dict[str, Any]
-    if isinstance(chunk.similarities, Product):
-        kernel, tiling = contrastive_product_gradient_kernel, PRODUCT_DIFFERENTIATED
-        quarter = [tiling.rows, tiling.columns // 4]
-        options = {"gradient": TensorDescriptor.from_tensor(result, quarter)}
-        options["programs"] = target_of(result.device).multiprocessors
-    else:
-        kernel, tiling = contrastive_gradient_kernel, DIFFERENTIATED
-        options = {"gradient_ptr": result, "gradient_stride": result.stride(0)}
-    options |= {"rows": rows, "columns": columns, "factor": factor}
     if not is_sigmoid:
         share = 1.0 if columns is None else 0.5
-        options["rows"] = weights_of(rows, share, result.dtype)
-        options["columns"] = columns and weights_of(columns, share, result.dtype)
+        rows = weights_of(rows, share, result.dtype)
+        columns = columns and weights_of(columns, share, result.dtype)
+    product = chunk.similarities if isinstance(chunk.similarities, Product) else None
+    codes = product and product.codes
+    tiling = DIFFERENTIATED if product is None else PRODUCT_DIFFERENTIATED
     parts = sums.new_empty(2, cdiv(C, tiling.columns), R)
-    options |= {"scale_ptr": parts[0], "bias_ptr": parts[1]}
-    launch_tiles(kernel, chunk, is_sigmoid, tiling, **options)
+    shared: dict[str, Any] = {"rows": rows, "columns": columns, "factor": factor}
+    shared |= {"scale_ptr": parts[0], "bias_ptr": parts[1], "error_ptr": codes and codes.error}
+    if product is not None:
+        quarter = [tiling.rows, tiling.columns // 4]
+        launch_tiles(
+            contrastive_product_gradient_kernel,
+            chunk,
+            is_sigmoid,
+            tiling,
+            target_of(result.device).multiprocessors,
+            gradient=TensorDescriptor.from_tensor(result, quarter),
+            **shared,
+        )
+        chunk, tiling = chunk._replace(similarities=codes and codes.codes), CODES_DIFFERENTIATED
+    if chunk.similarities is not None:
+        launch_tiles(
+            contrastive_gradient_kernel,
+            chunk,
+            is_sigmoid,
+            tiling,
+            gradient_ptr=result,
+            gradient_stride=result.stride(0),
+            steps_ptr=codes and codes.steps,
+            pairs_ptr=codes and codes.pairs,
+            **shared,
+        )
     for part, total in zip(parts, sums, strict=True):
         merge(LogSumExp(None, part), LogSumExp(None, total))
 
 
-KERNELS = ContrastiveKernels(scan, gradient, multiplies)
+KERNELS = ContrastiveKernels(scan, gradient, has_fast_products)
 contrastive_state = functools.partial(common.contrastive_state, kernels=KERNELS)
 contrastive_gradient = functools.partial(common.contrastive_gradient, kernels=KERNELS)
