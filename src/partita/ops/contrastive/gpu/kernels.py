@@ -51,8 +51,9 @@ class Tiling(NamedTuple):
 SCANNED, DIFFERENTIATED = Tiling(128, 128), Tiling(32, 128)
 # Where a kernel multiplies, two programs of the scan or one of the gradient fill a multiprocessor.
 PRODUCT_SCANNED, PRODUCT_DIFFERENTIATED = Tiling(128, 128, 4, 16), Tiling(128, 256, 8, 8)
-# The columns are those of the kernel that multiplies, whose parts of sums it may write.
-CODES_DIFFERENTIATED = Tiling(16, PRODUCT_DIFFERENTIATED.columns)
+# The columns are those of the kernel that multiplies, whose parts of sums it may write. With fewer
+# threads than twice the columns, Triton would share a row among all warps and exchange its sums.
+CODES_DIFFERENTIATED = Tiling(16, PRODUCT_DIFFERENTIATED.columns, 16)
 BLOCK_D = 64  # features of a step of a product
 # A sum of exponentials from this one on has lost nothing to underflow, which begins below 1e-38.
 SMALLEST_SUM = tl.constexpr(1e-30)
