@@ -14,7 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 import partita
 from partita.ops.contrastive import reference
-from partita.ops.contrastive.common import chunk_rows, row_bytes
+from partita.ops.contrastive.common import (
+    chunk_rows,
+    fits_memory,
+    has_fast_products,
+    row_bytes,
+)
 from partita.testing import poisoned_memory
 
 pytestmark = pytest.mark.interpreted
@@ -79,14 +84,19 @@ def test_values_and_gradients(
     check(found, exact(of, kind), dtype)
 
 
-def check(found: tuple[Tensor, ...], truth: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    """Compare a loss and its gradients with those in fp64."""
+def check(
+    found: tuple[Tensor, ...], truth: tuple[Tensor, ...], dtype: torch.dtype, of_codes: float = 0.0
+) -> None:
+    """Compare a loss and its gradients with those in fp64.
+
+    Codes give a logit with an error, which adds `of_codes` to that of scale and bias.
+    """
     single = torch.float64 if dtype == torch.float64 else torch.float32
     assert [x.dtype for x in found] == [single, dtype, dtype, torch.float32, torch.float32]
     eps = torch.finfo(single).eps
     # The logits are up to 20, so their rounding changes a probability by 20 eps and more.
-    for ours, exactly in zip(found, truth, strict=True):
-        rounding = torch.finfo(ours.dtype).eps
+    for place, (ours, exactly) in enumerate(zip(found, truth, strict=True)):
+        rounding = torch.finfo(ours.dtype).eps + (of_codes if place > 2 else 0.0)
         if ours.ndim == 2:  # the gradient of the logits is rounded too
             rounding = 4 * rounding
         largest = max(float(exactly.detach().abs().max()), 20 / len(found[1]))
@@ -96,16 +106,18 @@ def check(found: tuple[Tensor, ...], truth: tuple[Tensor, ...], dtype: torch.dty
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("saves", [True, False], ids=["codes", "again"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_that_multiply(kind: str, dtype: torch.dtype, device: str) -> None:
+def test_kernels_that_multiply(kind: str, saves: bool, dtype: torch.dtype, device: str) -> None:
     """On Hopper the kernels multiply features in half types; here are several of their tiles."""
     of = inputs(dtype, device, kind, 300, 72)
-    budget = 130 * row_bytes(len(of[1]), dtype, True)
+    budget = None if saves else 130 * row_bytes(len(of[1]), dtype, True)
     with poisoned_memory():
         found = run(of, **options(kind), memory_budget=budget)
         again = run(of, **options(kind), memory_budget=budget)
     assert all(map(torch.equal, found, again))
-    check(found, exact(of, kind), dtype)
+    # The error of a logit is 20 / 64000 at most, and those of a row average out.
+    check(found, exact(of, kind), dtype, of_codes=1e-4 if saves else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +126,111 @@ def test_kernels_that_multiply(kind: str, dtype: torch.dtype, device: str) -> No
         ({}, True),
         ({"dtype": torch.float32}, False),
         ({"D": 20}, False),  # whose rows start on 8 bytes
-        ({"shift": 1}, False),
+        ({"D": 0}, False),
     ],
 )
 def test_features_that_kernels_multiply(change: dict[str, Any], multiplies: bool) -> None:
+    size = {"D": 24, "dtype": torch.bfloat16, **change}
+    assert has_fast_products(torch.zeros(3, size["D"], dtype=size["dtype"])) is multiplies
+
+
+@devices
+def test_features_that_start_between_16_bytes(device: str) -> None:
+    """Kernels multiply a copy, since the hardware that copies tiles cannot read them."""
+    of = inputs(torch.bfloat16, device, "softmax")
+    shifted = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view_as(x) for x in of[:2]]
+    moved = (*(x.requires_grad_() for x in shifted), *of[2:])
+    assert all(map(torch.equal, run(of), run(moved)))
+
+
+def gradients_with_and_without_codes(
+    a: Tensor, b: Tensor, scale: float
+) -> tuple[list[Tensor], ...]:
+    """Return gradients from the codes that kernels save, and from codes that are all 0."""
     kernels = pytest.importorskip("partita.ops.contrastive.gpu.kernels")
-    size = {"D": 24, "dtype": torch.bfloat16, "shift": 0, **change}
-    memory = torch.zeros(size["shift"] + 3 * size["D"], dtype=size["dtype"])
-    a = memory[size["shift"] :].view(3, size["D"])
-    assert kernels.multiplies(a, torch.zeros_like(a)) is multiplies
+    numbers = (torch.tensor(scale, device=a.device), None, 0, False, True, 2**24)
+    rows, columns, saved = kernels.contrastive_state(a, b, *numbers, True)
+    assert saved.dtype == torch.int16 and len(saved) == len(a)
+    results = []
+    for codes in (saved, torch.zeros_like(saved)):
+        call = (*numbers[:2], rows, columns, codes, *numbers[2:], True, True)
+        results.append(list(kernels.contrastive_gradient(a, b, *call)))
+    return tuple(results)
+
+
+@pytest.mark.skipif(not INTERPRETING and not torch.cuda.is_available(), reason="needs kernels")
+@devices
+@pytest.mark.parametrize(
+    ("scale", "change", "reads"),
+    [
+        (124.9, 1.0, True),  # From 125 on, the error of a logit is above 2**-9.
+        (125.1, 1.0, False),
+        (-124.9, 1.0, True),
+        (-125.1, 1.0, False),
+        (62.4, 2.0, True),  # The largest norm decides.
+        (62.6, 2.0, False),
+        (torch.inf, 1.0, False),
+        (torch.nan, 1.0, False),
+        (20.0, torch.inf, False),
+        (20.0, torch.nan, False),
+    ],
+)
+def test_codes_are_read_where_they_are_precise(
+    scale: float, change: float, reads: bool, device: str
+) -> None:
+    for part in (0, 1):
+        features = [torch.zeros(40, 64, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        for x in features:
+            x[:, 0] = 1  # All logits are equal, and their gradients show each other code.
+        features[part][3, 0] = change
+        found = gradients_with_and_without_codes(*features, scale)
+        same = [torch.equal(*(x.nan_to_num() for x in pair)) for pair in zip(*found, strict=True)]
+        assert all(same) is not reads
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [100.0, 124.0, 126.0, 1000.0])
+def test_gradients_from_codes_and_from_products(
+    scale: float, dtype: torch.dtype, device: str
+) -> None:
+    """Each scale has some pairs with a probability near 1, where p - 1 cancels, and some not."""
+    of = inputs(dtype, device, "softmax", 150, 64)
+    with torch.no_grad():
+        of[1][::2] = features(75, 64, dtype, device, 3)
+        of[2].fill_(scale)
+    found, truth = run(of)[1:3], exact(of, "softmax")[1:3]
+    for ours, exactly in zip(found, truth, strict=True):
+        error = (ours.double() - exactly).norm() / exactly.norm()
+        assert error < torch.finfo(torch.bfloat16).eps / 2
+
+
+@devices
+def test_similarities_at_the_bound_and_below_the_least_norm(device: str) -> None:
+    """Codes end at the product of two norms, and rows of zeros have a step too."""
+    signs = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).sign()
+    b = signs.to(device, torch.bfloat16)
+    a = b.clone()
+    b[1], b[2] = b[0], -b[0]  # The similarities of row 0 with these two are 64 and -64.
+    a[3], a[5] = 0, 1e-20
+    scale = torch.tensor(1.5, device=device, requires_grad=True)
+    of = (a.requires_grad_(), b.requires_grad_(), scale, scale)
+    loss = partita.contrastive_loss(*of[:3])
+    found = (loss, *torch.autograd.grad(loss, of[:2]))
+    truth = exact(of, "softmax")
+    for ours, exactly, factor in zip(found, truth, (1, 3, 3), strict=False):
+        error = (factor * ours.double() - exactly).abs().max() / exactly.abs().max()
+        assert error < torch.finfo(torch.bfloat16).eps
+
+
+def test_the_budget_decides_whether_codes_are_saved() -> None:
+    """All codes take 2 bytes for each logit, beside the gradient of at least 4,096 rows."""
+    a = torch.empty(65536, 768, device="meta", dtype=torch.bfloat16)
+    least = 2**33 + 4096 * row_bytes(65536, a.dtype, True)
+    assert fits_memory(a, 65536, least, True) and not fits_memory(a, 65536, least - 1, True)
+    few = a[:128]
+    least = 128 * (2 * 65536 + row_bytes(65536, a.dtype, True))
+    assert fits_memory(few, 65536, least, True) and not fits_memory(few, 65536, least - 1, True)
 
 
 def test_the_budget_decides_the_chunks() -> None:
