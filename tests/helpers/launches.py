@@ -444,11 +444,14 @@ def call_low_rank(dtype: torch.dtype) -> None:
 
 
 def call_contrastive(dtype: torch.dtype) -> None:
-    """Call losses of pairs whose logits fit the budget, and of chunks of rows."""
-    features = [zeros_with_gradient((300, 8), dtype) for _ in range(2)]
+    """Call losses of pairs whose logits fit the budget, of chunks of rows, and of few features.
+
+    On Hopper, kernels multiply features in half types whose number is a multiple of 8.
+    """
     scale, bias = (zeros_with_gradient((), torch.float32) for _ in range(2))
     for options in ({}, {"symmetric": False}, {"kind": "sigmoid"}):
-        for memory_budget in (None, 2**19):
+        for D, memory_budget in ((8, None), (8, 2**18), (12, None)):
+            features = [zeros_with_gradient((300, D), dtype) for _ in range(2)]
             numbers = {"logit_bias": bias, "memory_budget": memory_budget, **options}
             loss = partita.contrastive_loss(*features, scale, **numbers)
             torch.autograd.grad(loss, (*features, scale, bias))

@@ -44,6 +44,8 @@ SPILLED = {
     "chain_viterbi_kernel": 8,
     # Where the columns are no multiple of 16, as their shifts and weights are loaded one by one.
     "contrastive_product_gradient_kernel": 24,
+    # Of sigmoids, where it writes codes.
+    "contrastive_product_scan_kernel": 8,
     # In rows whose classes are not adjacent.
     "divergence_accumulate_kernel": 32,
     # A few numbers of the row. With more registers, fewer programs would load at the same time.

@@ -38,8 +38,8 @@ def contrastive_loss(
             that of rows alone. A sigmoid has none of columns.
         memory_budget: bytes of workspace for logits, None for 2 GiB. All of them stay in memory up
             to the backward pass if they fit, with room for their gradient. Otherwise the backward
-            pass computes them again, which is one product more. On Hopper it does so in half types
-            for all logits beyond 2 GiB, since that is faster.
+            pass computes them again, which is one product more. On Hopper they stay in half types
+            as codes of 16 bits.
 
     Returns:
         The mean loss of the pairs in nats, `[]`, fp32 (fp64 for fp64); NaN for none. It is
@@ -48,7 +48,9 @@ def contrastive_loss(
 
         The logits, their log-sum-exps and the gradients of scale and bias are in fp32 for half
         types (fp64 for fp64). The gradient of the logits is rounded to the dtype of the features
-        before its products with them, which are added up in fp32. Equal calls have equal bits.
+        before its products with them, which are added up in fp32. Codes give a logit in gradients
+        with an error of 2**-9 at most; where it would be more, the backward pass computes the
+        logits again. Equal calls have equal bits.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected,
