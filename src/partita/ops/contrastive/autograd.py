@@ -30,6 +30,7 @@ def _gpu() -> ModuleType:
 def fake_state(
     a: Tensor, b: Tensor, symmetric: bool, save: bool, served_by: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `contrastive_state` without values, by who serves it."""
     return empty_state(a, b, symmetric, save, served_by == "gpu" and has_fast_products(a))
 
 

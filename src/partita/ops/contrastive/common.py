@@ -48,7 +48,7 @@ class Codes(NamedTuple):
     follow from the features, and no code overflows.
 
     Fields:
-        codes: numbers of steps, int16 `[R, C]`, as integers from 0 on that are 2**15 larger.
+        codes: the bits of unsigned 16-bit numbers, int16 `[R, C]`: numbers of steps, plus 2**15.
         steps: the step of each row, fp32 `[R]`.
         pairs: the exact logits of pairs, `[R]`, since the gradient p - 1 of a pair may cancel.
         error: the greatest error of a logit, fp32 `[]`. Where it is above `LARGEST_ERROR` of the
@@ -153,9 +153,9 @@ class ContrastiveInputs(NamedTuple):
 
     def saves(self, columns: int) -> bool:
         """Return whether all logits are saved for a gradient; raise unless those of a row fit."""
-        a, backend = self.a, current_backend()
-        served_by_gpu = resolve(backend, a.device, has_cpu=False) == "gpu"
-        multiplies = served_by_gpu and has_fast_products(a)
+        a = self.a
+        in_kernels = resolve(current_backend(), a.device, has_cpu=False) == "gpu"
+        multiplies = in_kernels and has_fast_products(a)
         least = row_bytes(columns, a.dtype, multiplies)
         if decide(self.budget < least, otherwise=False):
             raise ValueError(
