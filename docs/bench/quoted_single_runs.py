@@ -170,7 +170,7 @@ def ctc_decoder_cpu() -> str:
 
 def _span(op: str, size: str, variant: str) -> str:
     """Return the time on a CPU, from the least to the greatest of its runs, with the unit."""
-    found = [float(each["ms"]) for each in rows(TABLE, op=op, size=size, variant=variant)]
+    found = sorted(float(each["ms"]) for each in rows(TABLE, op=op, size=size, variant=variant))
     scale, unit = (1e3, "s") if found[0] >= 1e3 else (1, "ms")
     return f"{' to '.join(f'{each / scale:g}' for each in found)} {unit}"
 
