@@ -21,6 +21,8 @@ from .ops.decode.language_model import NgramLM
 from .ops.decode.phrase_boost import PhraseBoost
 from .ops.decode.stitch import stitch
 from .ops.decode.transducer import rnnt_beam_search, rnnt_greedy_search
+from .ops.decode.transducer_common import Event as _TransducerEvents
+from .ops.decode.transducer_common import TransducerBeamState as _TransducerBeamState
 from .ops.decode.transducer_common import TransducerHypotheses
 from .ops.decode.transducer_common import TransducerState as _TransducerState
 from .ops.divergence.api import distillation_loss, divergence, topk_divergence
@@ -167,7 +169,8 @@ _classes = [_object for _object in map(globals().get, __all__) if isinstance(_ob
 _add_safe_globals(
     [
         *(_object for _object in _classes if issubclass(_object, tuple)),
-        *(Chain, LinearChain, SemiMarkovChain, _MemoryPlan, _RNNTPlan, _TransducerState),
+        *(Chain, LinearChain, SemiMarkovChain, _MemoryPlan, _RNNTPlan),
+        *(_TransducerState, _TransducerBeamState, _TransducerEvents),
     ]
 )
 

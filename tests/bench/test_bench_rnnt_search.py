@@ -14,13 +14,13 @@ OPS = ("rnnt_greedy", "tdt_greedy", "rnnt_beam")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ours_find_the_tokens(dtype: torch.dtype) -> None:
-    rows = run([rnnt_search.Search(op, dtype, 40, 3, 8, 80, 8, 3) for op in OPS], PARTITA)
+    rows = run([rnnt_search.Search(op, dtype, 40, 3, 8, 80, 128, 3) for op in OPS], PARTITA)
     assert [bool(row.timing) for row in rows] == [True] * 3
     assert [row.error for row in rows] == [0.0] * 3
 
 
 def test_other_tokens_are_found() -> None:
-    case = rnnt_search.Search("rnnt_greedy", torch.float32, 40, 3, 8, 80, 8, 3)
+    case = rnnt_search.Search("rnnt_greedy", torch.float32, 40, 3, 8, 80, 128, 3)
 
     def shorter(inputs: rnnt_search.SearchInputs) -> Any:
         found = rnnt_search.greedy(inputs)

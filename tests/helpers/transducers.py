@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -121,6 +122,12 @@ def transducer(
     for b, length in enumerate(lengths):
         encoder[b, length:] = torch.nan
     return Transducer(predict, join, encoder, list(lengths), durations)
+
+
+def moved(network: Transducer, device: str) -> Transducer:
+    """Return a copy on a device; modules would move in place."""
+    predict, join = (deepcopy(each).to(device) for each in (network.predict, network.join))
+    return network._replace(predict=predict, join=join, encoder=network.encoder.to(device))
 
 
 class Found(NamedTuple):

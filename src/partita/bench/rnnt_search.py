@@ -6,6 +6,7 @@ sequences for which others are found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,19 +20,17 @@ from .paths import SequencesCase
 
 DURATIONS = (0, 1, 2, 3, 4)
 LABEL_MOVE, BLANK_MOVE = 3, 2  # the durations of a TDT
-CLEAR = 1000.0  # what the right class has before the others
-
-BASE = 64  # of the digits of a token in a frame, which half types hold
+CLEAR = 1000.0  # times about 3/8 is what the right class has before the others
+CELL, OPEN = 2.0, 20.0  # the weight of the code in the cell; what opens a gate or closes it
 
 # Steps, sequences, tokens, classes, hidden size and the width of the beam.
-QUICK = [(20, 2, 4, 16, 8, 2)]
+QUICK = [(20, 2, 4, 16, 64, 2)]
 LARGE, SMALL = (500, 64, 130, 1025, 640, 4), (100, 4, 24, 256, 128, 4)
 SIZES = Sizes([LARGE], [LARGE], [SMALL], QUICK)
 
 
 class SearchInputs(NamedTuple):
-    """Frames of full length. The first features of each are whether the number of the tokens that
-    have to be written by then is odd, and the two digits of the last one of them."""
+    """Frames of full length, each of which holds the code of the last token due by then."""
 
     encoder: Tensor  # [B, T, D]
     network: Network
@@ -40,45 +39,59 @@ class SearchInputs(NamedTuple):
 
 
 class Network:
-    """A predictor of one LSTM, which also counts the labels, and a joint network."""
+    """A predictor of one LSTM, and a joint network `head(relu(frames + output))`.
+
+    Each class has a code of ones and minus ones, and a frame holds that of the last token due. The
+    gates of the LSTM are set such that its output is minus the code of the last token it has read.
+    Where the two are equal their sum is 0, and the bias of the blank decides.
+    """
 
     def __init__(
         self, buffers: Buffers, dtype: torch.dtype, classes: int, hidden: int, durations: int
     ) -> None:
-        def parameters(module: nn.Module) -> Any:
-            module.to(buffers.device, dtype).requires_grad_(False)
-            for name, weight in module.named_parameters():
-                weight.copy_(buffers.normal(name, tuple(weight.shape), dtype) / hidden**0.5)
-            return module
-
-        self.state_dims = {"lstm": (1, 1), "is_odd": 0}
-        self.embedding = parameters(nn.Embedding(classes, hidden))
-        self.lstm = parameters(nn.LSTM(hidden, hidden))
-        self.head = parameters(nn.Linear(hidden, classes + durations))
-        self.durations, self.classes = DURATIONS[:durations] or None, classes
-        self.columns = torch.arange(classes + durations, device=buffers.device)
+        codes = buffers.normal("codes", (classes, hidden), torch.float32)
+        codes = torch.where(codes > 0, 1.0, -1.0)
+        self.embedding = nn.Embedding(classes, hidden)
+        self.lstm = nn.LSTM(hidden, hidden)
+        self.head = nn.Linear(hidden, classes + durations)
+        modules = nn.ModuleList([self.embedding, self.lstm, self.head])
+        modules.to(buffers.device).requires_grad_(False)
+        self.embedding.weight.copy_(codes)
+        for name, weight in self.lstm.named_parameters():
+            weight.copy_(buffers.normal(name, tuple(weight.shape), torch.float32) / hidden**0.5)
+            of_input, of_memory, of_cell, of_output = weight.chunk(4)  # the rows of each gate
+            of_cell.zero_()
+            if name == "weight_ih_l0":
+                of_cell.fill_diagonal_(-CELL)
+            elif name == "bias_ih_l0":
+                of_input.add_(OPEN)
+                of_memory.sub_(OPEN)
+                of_output.add_(OPEN)
+        self.head.weight.copy_(torch.cat([codes, torch.zeros_like(codes[:durations])]))
+        self.head.weight[0] = 0.0
+        self.head.bias.zero_()
+        self.head.bias[0] = hidden / 32
+        if durations:
+            self.head.weight[classes + LABEL_MOVE] = 1.0
+            self.head.bias[classes + BLANK_MOVE] = hidden / 32
+        for parameter in self.head.parameters():
+            parameter.mul_(CLEAR / hidden)
+        modules.to(dtype)
+        self.codes = math.tanh(math.tanh(CELL)) * codes.to(dtype)
+        self.durations = DURATIONS[:durations] or None
 
     def predict(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        lstm, is_odd = (None, tokens < 0) if state is None else (state["lstm"], ~state["is_odd"])
-        output, lstm = self.lstm(self.embedding(tokens)[None], lstm)
-        output = torch.cat([is_odd[:, None].to(output.dtype), output[0, :, 1:]], 1)
-        return output, {"lstm": lstm, "is_odd": is_odd}
+        output, state = self.lstm(self.embedding(tokens)[None], state)
+        return output[0], state
 
     def join(self, frames: Tensor, output: Tensor) -> Tensor:
-        logits = self.head((frames + output).relu())
-        is_due = frames[..., 0] != output[..., 0]
-        token = frames[..., 1].long() * BASE + frames[..., 2].long()
-        is_right = self.columns == torch.where(is_due, token, 0)[..., None]
-        if self.durations is not None:
-            move = torch.where(is_due, LABEL_MOVE, BLANK_MOVE)[..., None]
-            is_right = is_right | (self.columns == self.classes + move)
-        return torch.where(is_right, logits + CLEAR, logits)
+        return self.head((frames + output).relu())
 
 
 def search(inputs: SearchInputs, function: Callable[..., Any], **options: Any) -> Any:
     encoder, network = inputs.encoder, inputs.network
     lengths = torch.full(encoder.shape[:1], encoder.shape[1], device=encoder.device)
-    options |= {"durations": network.durations, "state_dims": network.state_dims}
+    options |= {"durations": network.durations, "state_dims": 1}
     return function(encoder, lengths, network.predict, network.join, blank=0, **options)
 
 
@@ -124,13 +137,13 @@ class Search(SequencesCase):
         arcs = moves[order]
         frames = (arcs.cumsum(1) - arcs)[arcs == LABEL_MOVE].view(B, U)
         due = torch.zeros(B, T, dtype=torch.int64).scatter(1, frames, 1).cumsum(1)
-        tokens = torch.randint(1, self.classes, (B, U), generator=generator)
+        # A token differs from the one before, and the first one from the blank.
+        ahead = torch.randint(1, self.classes - 1, (B, U), generator=generator)
+        tokens = 1 + ahead.cumsum(1) % (self.classes - 1)
         last = torch.nn.functional.pad(tokens, (1, 0)).gather(1, due)
-        features = torch.stack([due % 2, last // BASE, last % BASE], -1)
-        encoder = buffers.normal("encoder", (B, T, self.hidden), self.dtype).clone()
-        encoder[..., :3] = features.to(buffers.device)
         durations = len(DURATIONS) if self.op == "tdt_greedy" else 0
         network = Network(buffers, self.dtype, self.classes, self.hidden, durations)
+        encoder = network.codes[last.to(buffers.device)]
         return SearchInputs(encoder, network, tokens.to(buffers.device), self.beam_width)
 
     def standard(self, inputs: SearchInputs) -> Tensor:
@@ -143,4 +156,8 @@ class Search(SequencesCase):
         yield Verdict(float((~right).sum()), 0.0, (0,), float(right.sum()), float(len(right)))
 
 
-OPS = {"rnnt_search": cases_of(dict.fromkeys(PROVIDERS["partita"], (Search, SIZES)), torch.float32)}
+OPS = {
+    "rnnt_search": cases_of(
+        dict.fromkeys(PROVIDERS["partita"], (Search, SIZES)), torch.float32, torch.bfloat16
+    )
+}

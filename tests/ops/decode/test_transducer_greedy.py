@@ -296,7 +296,7 @@ def test_wrong_arguments_are_named(model: NgramLM) -> None:
         (lambda: search(language_model=fewer), "ValueError: language_model: expected a column for"),
         (lambda: search(boost=[None]), "ValueError: boost: expected one for each of 4 sequences"),
         (lambda: search(boost=[None] * 3 + [3]), r"TypeError: boost\[3\]: expected a PhraseBoost"),
-        (lambda: search(state=3), "TypeError: state: expected that of hypotheses, got int"),
+        (lambda: search(state=3), "TypeError: state: expected that of hypotheses, a T.*, got int"),
         (
             lambda: search(encoder=network.encoder[:2], lengths=[1, 2], state=search().state),
             "ValueError: state: expected that of 2 streams, got that of 4",

@@ -2,13 +2,12 @@
 
 import warnings
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from helpers.rows import kernel_devices
-from helpers.transducers import Cached, Recurrent, Stateless, Transducer, transducer
+from helpers.transducers import Cached, Recurrent, Stateless, Transducer, moved, transducer
 from torch import Tensor
 
 import partita
@@ -27,12 +26,6 @@ class Shifted(Stateless):
         last, before = state or (torch.zeros_like(tokens), torch.zeros_like(tokens))
         output, _ = super().forward(tokens, before)
         return output + self.embeddings[1](last), (tokens, last)
-
-
-def moved(network: Transducer, device: str) -> Transducer:
-    """Return a copy on a device; modules would move in place."""
-    predict, join = (deepcopy(each).to(device) for each in (network.predict, network.join))
-    return network._replace(predict=predict, join=join, encoder=network.encoder.to(device))
 
 
 def compare(

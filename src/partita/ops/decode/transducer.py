@@ -17,6 +17,7 @@ from .transducer_common import (
     LabelModels,
     Network,
     Predict,
+    TransducerBeamState,
     TransducerHypotheses,
     TransducerState,
     checked_durations,
@@ -60,6 +61,29 @@ def _checked(
         max_tokens = max(2 * T, max_symbols_per_step)
     _least("max_tokens", max_tokens, 1)
     return _Checked(found, checked_durations(durations), max_tokens)
+
+
+def _check_state(state: Any, kind: type[Any], B: int, models: LabelModels) -> None:
+    """Check that a state is that of B streams, of a search of a kind with these models."""
+    if state is None:
+        return
+    if not isinstance(state, kind):
+        got = type(state).__name__
+        raise TypeError(f"state: expected that of hypotheses, a {kind.__name__}, got {got}")
+    if len(state.boosts) != B:
+        raise ValueError(f"state: expected that of {B} streams, got that of {len(state.boosts)}")
+    if state.boosts != models.boosts:
+        pairs = enumerate(zip(state.boosts, models.boosts, strict=True))
+        others = [b for b, (before, now) in pairs if before != now]
+        raise ValueError(
+            "state: expected that of a search with the same boosts, got one with other boosts"
+            f" for the sequences {others}"
+        )
+    if len(state.models) != len(models):
+        raise ValueError(
+            f"state: expected that of a search with {len(models)} of a language model and a"
+            f" boost, got one with {len(state.models)}"
+        )
 
 
 def rnnt_greedy_search(
@@ -139,26 +163,10 @@ def rnnt_greedy_search(
         (tensor([1, 2]), tensor([0, 2]))
     """
     call = _checked(encoder, lengths, blank, max_symbols_per_step, max_tokens, durations)
-    B = len(encoder)
-    if state is not None and not isinstance(state, TransducerState):
-        raise TypeError(f"state: expected that of hypotheses, got {type(state).__name__}")
-    if state is not None and len(state.output) != B:
-        raise ValueError(f"state: expected that of {B} streams, got that of {len(state.output)}")
     network = Network(predict, join, blank, call.durations, state_dims)
     with torch.no_grad():
         models = LabelModels(language_model, alpha, boost, len(encoder), encoder.device)
-        if state is not None and state.boosts != models.boosts:
-            pairs = enumerate(zip(state.boosts, models.boosts, strict=True))
-            others = [b for b, (before, now) in pairs if before != now]
-            raise ValueError(
-                "state: expected that of a search with the same boosts, got one with other boosts"
-                f" for the sequences {others}"
-            )
-        if state is not None and len(state.models) != len(models):
-            raise ValueError(
-                f"state: expected that of a search with {len(models)} of a language model and a"
-                f" boost, got one with {len(state.models)}"
-            )
+        _check_state(state, TransducerState, len(encoder), models)
         if not encoder.shape[0] or not encoder.shape[1]:
             return no_hypotheses(encoder, 1, call.max_tokens, state)
         options = (max_symbols_per_step, call.max_tokens, state, graphs)
@@ -179,6 +187,8 @@ def rnnt_beam_search(
     language_model: Any = None,
     alpha: float = 0.3,
     boost: PhraseBoost | Sequence[PhraseBoost | None] | None = None,
+    state: TransducerBeamState | None = None,
+    final: bool = True,
     state_dims: Any = 0,
     beam_width: int = 8,
     nbest: int = 1,
@@ -196,9 +206,13 @@ def rnnt_beam_search(
             `join` see `beam_width` rows for each sequence, and `join` one frame of each.
         max_symbols_per_step: a hypothesis has no more labels on a frame.
         max_tokens: S, beyond which no hypothesis goes; 2 T by default, and at least
-            `max_symbols_per_step`.
+            `max_symbols_per_step`. In a stream, tokens that are committed do not count, and by
+            default the others that are there already are added.
         language_model, alpha, boost: as in `rnnt_greedy_search`. They are added to labels, never to
             the blank, and their ends to complete hypotheses.
+        state: that of the hypotheses of the previous chunk of the same B streams, decoded with the
+            same models and `beam_width`.
+        final: whether the frames end here. Otherwise hypotheses go on with the next chunk.
         state_dims: as in `rnnt_greedy_search`.
         beam_width: the number of hypotheses that go on after each step, and of complete ones.
         nbest: the number of hypotheses that are returned, up to `beam_width`.
@@ -209,8 +223,14 @@ def rnnt_beam_search(
     Returns:
         `TransducerHypotheses(tokens, lengths, scores, steps, durations, token_scores, state)`, the
         best first. Steps, durations and scores of tokens are those of the most probable alignment
-        that the search has seen. The state is None. Without frames there are no tokens and the
-        score is 0.
+        that the search has seen. Without frames there are no tokens and the score is 0.
+
+        A chunk that is not final returns the best hypotheses of the beam and a state. A sequence
+        waits while one of its hypotheses may move to a frame that has not arrived. All hypotheses
+        share their first `state.committed[b]` tokens, which are final, and which those of the next
+        chunk leave out. Scores and steps are those of the whole stream. Chunks of any sizes give
+        bit for bit what one call gives, as long as no hypothesis reaches `max_tokens`. The host
+        waits for the device after a chunk that is not final.
 
         The search is approximate unless the beam holds all hypotheses; then scores are exact.
 
@@ -238,9 +258,34 @@ def rnnt_beam_search(
     if nbest > beam_width:
         raise ValueError(f"nbest: expected a number from 1 to {beam_width}, got {nbest}")
     network = Network(predict, join, blank, call.durations, state_dims)
+    (B, T, _), S = encoder.shape, call.max_tokens
     with torch.no_grad():
-        models = LabelModels(language_model, alpha, boost, len(encoder), encoder.device)
-        if not encoder.shape[0] or not encoder.shape[1]:
-            return no_hypotheses(encoder, nbest, call.max_tokens, None)
-        options = (max_symbols_per_step, call.max_tokens, beam_width, nbest, bool(length_normalize))
-        return beam_search(encoder, call.lengths, network, models, *options, graphs)
+        models = LabelModels(language_model, alpha, boost, B, encoder.device)
+        _check_state(state, TransducerBeamState, B, models)
+        if state is not None:
+            S += state.longest if max_tokens is None else 0
+            _check_chunk(state, encoder, S, beam_width)
+        if not B or (final and state is None and not T):
+            return no_hypotheses(encoder, nbest, S, state)
+        options = (max_symbols_per_step, S, beam_width, nbest, bool(length_normalize), state)
+        return beam_search(encoder, call.lengths, network, models, *options, bool(final), graphs)
+
+
+def _check_chunk(state: TransducerBeamState, encoder: Tensor, S: int, beam_width: int) -> None:
+    """Check that a beam search of a chunk can go on from a state."""
+    before, width = state.encoder, state.numbers.shape[2] // 2
+    if width != beam_width:
+        raise ValueError(
+            f"state: expected that of a search with beam_width={beam_width}, got one with {width}"
+        )
+    if state.longest > S:
+        raise ValueError(
+            f"max_tokens: expected at least {state.longest}, the tokens of a hypothesis of the"
+            f" state that are not committed, got {S}"
+        )
+    one, other = ((x.shape[2], x.dtype, x.device) for x in (encoder, before))
+    if one != other:
+        raise ValueError(
+            "encoder: expected the features, dtype and device of the chunks before,"
+            f" {', '.join(map(str, other))}, got {', '.join(map(str, one))}"
+        )

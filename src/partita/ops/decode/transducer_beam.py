@@ -6,9 +6,13 @@ agree are one, and their probabilities are added. A blank that leads exactly to 
 frames completes a hypothesis. The best complete ones are kept apart from the beam.
 
 The tokens of a hypothesis are a node of a trie, which is known by its key: the node without the
-last token, times V, plus that token. All keys of a sequence are in a table, in which new ones are
-looked up, so that equal tokens are always one node. What was emitted when is a list of events, each
-of which leads to the one before, along the most probable alignment.
+last token, and that token. All keys of a sequence are in a table, in which new ones are looked up,
+so that equal tokens are always one node. What was emitted when is a list of events, each of which
+leads to the one before, along the most probable alignment.
+
+In a stream, a sequence waits while one of its hypotheses may move to a frame that has not arrived.
+Until then no step depends on the number of frames. So the steps are the same for chunks of any
+sizes, and so are the bits of what they find.
 
 All that a round changes is in memory that stays where it is, so that a CUDA graph can repeat it.
 """
@@ -20,18 +24,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...runtime.backend import current_backend, resolve
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from .transducer_common import (
     CANDIDATES,
+    NODE_BITS,
     Beam,
     Event,
     LabelModels,
     Network,
     NodeScores,
     Progress,
+    TransducerBeamState,
     TransducerHypotheses,
     leaves_of,
     merge_rows,
@@ -41,6 +48,7 @@ from .transducer_common import (
     write_rows,
 )
 from .transducer_rounds import repeat
+from .transducer_stream import first_state, later_state, with_kept_frames
 
 WIDEST = 8  # the beam that the kernel serves
 
@@ -72,29 +80,52 @@ def take(records: tuple[Tensor, ...], places: Tensor) -> list[Tensor]:
     return [x.gather(1, places) for x in records]
 
 
-def start(encoder: Tensor, lengths: Tensor, W: int, steps: int, blank: int) -> Progress:
-    """Return the progress before the first step, with the empty hypothesis for each sequence."""
-    B = len(lengths)
-    integers = lengths.new_zeros(B, len(Beam._fields) - 2, 2 * W)
-    integers[:, [Beam._fields.index(name) for name in ("keys", "events")]] = -1
-    numbers = torch.full((B, 2, 2 * W), -torch.inf, dtype=torch.float64, device=lengths.device)
-    numbers[:, :, 0] = torch.where(lengths > 0, 0.0, -torch.inf)[:, None]
-    numbers[:, :, W] = torch.where(lengths > 0, -torch.inf, 0.0)[:, None]
-    known = lengths.new_full((B, 1 + steps * W), -2)
-    known[:, 0] = -1
-    before, tokens, moments, durations = (lengths.new_zeros(B, steps * W) for _ in range(4))
-    return Progress(
+def start(
+    state: TransducerBeamState,
+    encoder: Tensor,
+    lengths: Tensor,
+    valid: Tensor,
+    steps: int,
+    blank: int,
+    look: int,
+) -> Progress:
+    """Return the progress of a state with the frames that are there, and room for some steps.
+
+    A sequence that is not `valid`, `[B]`, has the score NaN. `look` is as in `goes_on`.
+    """
+    B, W = len(lengths), state.numbers.shape[2] // 2
+    integers, (live, ends) = state.integers.clone(), state.numbers.split(W, 2)
+    if not look:  # without any frame, the empty hypothesis is complete
+        is_empty = (lengths == 0)[:, None, None]
+        ends = torch.where(is_empty, torch.maximum(live, ends), ends)
+        live = live.masked_fill(is_empty, -torch.inf)
+    numbers = torch.cat([live, ends.masked_fill(~valid[:, None, None], torch.nan)], 2)
+    progress = Progress(
         integers,
         numbers,
-        known,
-        events=Event(before, tokens, moments, durations, before.double()),
-        step=lengths.new_zeros(B),
-        is_open=lengths > 0,
+        known=pad(state.known, (0, steps * W), value=-2),
+        events=Event(*(pad(x, (0, steps * W)) for x in state.events)),
+        step=lengths.new_full((B,), state.events.tokens.shape[1] // W),
+        is_open=torch.ones_like(valid),
         rows=torch.arange(B * W, device=lengths.device),
         tokens=lengths.new_full((B * W,), blank),
         emits=torch.zeros(B * W, dtype=torch.bool, device=lengths.device),
-        frames=shown_frames(encoder, integers[:, 0, :W], lengths),
+        frames=shown_frames(encoder, integers[:, 2, :W], lengths),
     )
+    return progress._replace(is_open=goes_on(*progress.halves(), lengths, look))
+
+
+def goes_on(beam: Beam, ends: Beam, lengths: Tensor, look: int) -> Tensor:
+    """Return which sequences take a further step, `[B]`.
+
+    Args:
+        beam, ends: hypotheses that go on, and complete ones, which are NaN after a NaN.
+        lengths: `[B]`, the number of frames that are there.
+        look: the most frames by which an arc moves on, where more frames may come; otherwise 0.
+    """
+    is_live = beam.scores > -torch.inf
+    has_frames = ~is_live | (beam.frames + look < lengths[:, None])
+    return is_live.any(1) & has_frames.all(1) & ~ends.scores.isnan().any(1)
 
 
 def shown_frames(encoder: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
@@ -150,7 +181,8 @@ def extensions_of(
         torch.where(possible, x[..., None, None] + gains, -torch.inf)
         for x in (beam.scores, beam.best)
     )
-    keys = torch.where(tokens == blank, beam.keys[..., None], beam.nodes[..., None] * V + tokens)
+    extended = (beam.nodes[..., None] << NODE_BITS) + tokens
+    keys = torch.where(tokens == blank, beam.keys[..., None], extended)
     origins = torch.arange(W, device=frames.device)[:, None, None]
     fields = (scores, best, keys[..., None], origins, tokens[..., None], frames, move, token_scores)
     flat = [x.expand(scores.shape).flatten(1) for x in fields]
@@ -222,8 +254,11 @@ def advance(
     blank: int,
     max_symbols_per_step: int,
     max_tokens: int,
+    look: int,
 ) -> None:
     """Let each hypothesis take an arc, and keep the best ones.
+
+    A sequence that is not open stays as it is. NaN in a score ends a sequence.
 
     Args:
         scores: those of the frames `progress.frames`.
@@ -233,11 +268,11 @@ def advance(
         progress, model_states: what is written to.
         models: the language model and boosted phrases.
         blank, max_symbols_per_step, max_tokens: as in `rnnt_beam_search`.
+        look: as in `goes_on`.
     """
     B, V, W = len(encoder), scores.tokens.shape[2], progress.numbers.shape[2] // 2
     device = encoder.device
-    hypotheses = progress.hypotheses()
-    beam, ends = Beam(*(x[:, :W] for x in hypotheses)), Beam(*(x[:, W:] for x in hypotheses))
+    hypotheses, (beam, ends) = progress.hypotheses(), progress.halves()
     log_probs = scores.tokens.log_softmax(-1).double().view(B, W, V)
     log_durations = log_probs.new_zeros(B, W, 1)
     if scores.durations is not None:
@@ -265,12 +300,14 @@ def advance(
     found = merge(Extensions(*(torch.cat(x, 1) for x in zip(found, complete, strict=True))))
     is_end = found.frames == lengths[:, None]
     new_ends, _ = next_beam(hypotheses, found, is_end, W)
+    is_nan = found.scores.isnan().any(1, keepdim=True)
+    new_ends = new_ends._replace(scores=new_ends.scores.masked_fill(is_nan, torch.nan))
     # But for boosts, a hypothesis only loses, and cannot overtake the W best complete ones.
     is_open = ~is_end & ~(found.scores < new_ends.scores[:, -1:])
     new_beam, arcs = next_beam(hypotheses, found, is_open, W)
-    exists, origins = new_beam.scores != -torch.inf, arcs.origins.clamp(max=W - 1)
-    emits = exists & (arcs.tokens != blank)
-    lane = torch.arange(W, device=device)
+    was_open, lane = progress.is_open[:, None], torch.arange(W, device=device)
+    emits = (new_beam.scores != -torch.inf) & (arcs.tokens != blank) & was_open
+    origins = torch.where(was_open, arcs.origins.clamp(max=W - 1), lane)
     # Steps after the end of a sequence have no room of their own, and write what nobody reads.
     room = (progress.step[:, None] * W).clamp(max=progress.known.shape[1] - 1 - W)
     steps = beam.frames.gather(1, origins)
@@ -290,13 +327,13 @@ def advance(
         for old, new in zip(model_states, taken, strict=True):
             old.copy_(new)
     for old, *new in zip(hypotheses, new_beam, new_ends, strict=True):
-        old.copy_(torch.cat(new, 1))
-    progress.step.add_(1)
-    progress.is_open.copy_(exists.any(1))
+        old.copy_(torch.where(was_open, torch.cat(new, 1), old))
+    progress.step.add_(progress.is_open)
+    progress.is_open.logical_and_(goes_on(beam, ends, lengths, look))  # views of what is new
     progress.rows.copy_(rows)
     progress.tokens.copy_(arcs.tokens.flatten())
     progress.emits.copy_(emits.flatten())
-    progress.frames.copy_(shown_frames(encoder, new_beam.frames, lengths))
+    progress.frames.copy_(shown_frames(encoder, beam.frames, lengths))
 
 
 def beam_search(
@@ -309,21 +346,26 @@ def beam_search(
     beam_width: int,
     nbest: int,
     length_normalize: bool,
+    state: TransducerBeamState | None,
+    final: bool,
     graphs: bool,
 ) -> TransducerHypotheses:
-    """Return the hypotheses of checked arguments, with at least one sequence and one frame."""
-    (B, T, _), device, S, W = encoder.shape, encoder.device, max_tokens, beam_width
-    valid = (lengths >= 0) & (lengths <= T)
-    lengths = torch.where(valid, lengths, 0)
+    """Return the hypotheses of checked arguments, with at least one sequence."""
+    device, S, W = encoder.device, max_tokens, beam_width
+    valid = (lengths >= 0) & (lengths <= encoder.shape[1])
+    before = first_state(encoder, network, models, W) if state is None else state
+    encoder, lengths = with_kept_frames(before, encoder, torch.where(valid, lengths, 0))
     dims = (0, network.state_dims)
-    current = own_copy(network.first(B * W, device), dims)
-    model_states = tuple(x.repeat_interleave(W, 0) for x in models.start(B))
+    current = own_copy((before.output, before.predictor), dims)
+    model_states = own_copy(before.models)
     of_labels = network.durations or (0,)
     of_blanks = tuple(d or -1 for d in network.durations or (1,))  # none has the duration 0
     moves = constant(table, of_blanks, of_labels, device=device)
-    # Each arc moves on by a frame or adds a token, so that no hypothesis takes more than T + S.
-    progress = start(encoder, lengths, W, T + S, network.blank)
-    options, dtype = (network.blank, max_symbols_per_step, S), acc_dtype(encoder.dtype)
+    look = 0 if final else max(of_blanks)
+    # Each arc moves on by a frame or adds a token, so that no hypothesis takes more steps.
+    steps = encoder.shape[1] + S
+    progress = start(before, encoder, lengths, valid, steps, network.blank, look)
+    options, dtype = (network.blank, max_symbols_per_step, S, look), acc_dtype(encoder.dtype)
     has_kernels = resolve(current_backend(), device, has_cpu=False) == "gpu"
     if has_kernels:
         from .gpu import launch_transducer as kernels
@@ -344,13 +386,22 @@ def beam_search(
         targets = [leaf.old for leaf in leaves_of(taken, current, dims)]
         (kernels.merge_rows if has_kernels else merge_rows)(progress.emits, leaves, targets)
 
-    repeat(one_round, progress.is_open, T + S, graphs, network.predictor)
-    ends = Beam(*(x[:, W:] for x in progress.hypotheses()))
+    repeat(one_round, progress.is_open, steps, graphs, network.predictor)
+    beam, ends = progress.halves()
+    if not final:
+        ends = beam._replace(scores=torch.where(ends.scores.isnan(), ends.scores, beam.scores))
     if length_normalize:
-        ends = ends._replace(scores=ends.scores / ends.counts.clamp(min=1))
+        counts = ends.counts + before.before[:, None]
+        ends = ends._replace(scores=ends.scores / counts.clamp(min=1))
     ends = Beam(*take(ends, best_first(ends.scores, nbest)[1]))
     traces = kernels.trace if has_kernels else trace
-    return _traced(ends, progress.events, valid, S, dtype, traces)
+    found = _traced(ends, progress.events, before.offset, S, dtype, traces)
+    if final:
+        return found
+    after = later_state(before, progress, encoder, lengths)
+    output, predictor = current
+    after = after._replace(output=output, predictor=predictor, models=model_states)
+    return found._replace(state=after)
 
 
 def trace(
@@ -370,24 +421,26 @@ def trace(
 def _traced(
     ends: Beam,
     events: Event,
-    valid: Tensor,
+    offset: Tensor,
     S: int,
     dtype: torch.dtype,
     write: Callable[..., None],
 ) -> TransducerHypotheses:
-    """Return complete hypotheses with their tokens, by the events from their ends on."""
-    exists = (ends.scores != -torch.inf) & valid[:, None]
-    lengths = torch.where(exists, ends.counts, 0)
+    """Return hypotheses with their tokens, by the events from their ends on.
+
+    Steps of events are counted from a frame of each sequence, which is its `offset`, `[B]`.
+    """
+    lengths = torch.where(ends.scores > -torch.inf, ends.counts, 0)
     # Past the last token is a column for what is no token.
     tokens, steps = (lengths.new_full((*lengths.shape, S + 1), -1) for _ in range(2))
     durations = torch.zeros_like(tokens)
     token_scores = torch.zeros_like(tokens, dtype=ends.scores.dtype)
     write((ends.events, lengths), events, (tokens, steps, durations, token_scores))
-    scores = torch.where(valid[:, None], ends.scores, torch.nan)
+    steps = torch.where(tokens >= 0, steps + offset[:, None, None], -1)
     return TransducerHypotheses(
         tokens=tokens[..., :S],
         lengths=lengths,
-        scores=scores.to(dtype),
+        scores=ends.scores.to(dtype),
         steps=steps[..., :S],
         durations=durations[..., :S],
         token_scores=token_scores[..., :S].to(dtype),

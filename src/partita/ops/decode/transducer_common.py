@@ -16,6 +16,7 @@ from .phrase_boost import PhraseBoost
 Predict = Callable[[Tensor, Any], tuple[Tensor, Any]]
 Join = Callable[[Tensor, Tensor], Tensor]
 
+NODE_BITS = 32  # a key has the token in its low bits, and the node before it above them
 CANDIDATES = 4  # for each place of the beam, the extensions among which equal ones are looked for
 
 
@@ -52,7 +53,7 @@ class TransducerHypotheses(NamedTuple):
             length and without durations.
         token_scores: `[B, nbest, S]`, the log-probability that the network gives to each token, and
             to its duration; 0 past the length.
-        state: what goes on with the next chunk of a greedy search; None from a beam search.
+        state: what goes on with the next chunk; None after the last one of a beam search.
     """
 
     tokens: Tensor
@@ -166,6 +167,47 @@ class Progress(NamedTuple):
     def hypotheses(self) -> Beam:
         """Return those that go on, and the complete ones, as views."""
         return Beam(*self.integers.unbind(1), *self.numbers.unbind(1))
+
+    def halves(self) -> tuple[Beam, Beam]:
+        """Return those that go on, and then the complete ones, as views."""
+        live, complete = zip(*(x.chunk(2, 1) for x in self.hypotheses()), strict=True)
+        return Beam(*live), Beam(*complete)
+
+
+class TransducerBeamState(NamedTuple):
+    """Where a beam search of B streams waits for frames.
+
+    Fields:
+        committed: `[B]` int64, the number of tokens that all hypotheses of a stream share at their
+            start, and that no later chunk changes. Those of the next chunk begin after them.
+        before: `[B]` int64, the number of tokens that were committed in all chunks.
+        offset: `[B]` int64, the number of frames before those that are kept.
+        encoder: `[B, K, D]`, the frames from the least one of a live hypothesis on.
+        lengths: `[B]` int64, the number of these frames.
+        output: `[B * W, P]`, the output of the predictor after each hypothesis.
+        predictor: the state of the predictor, in the same rows.
+        models: the states of the language model and of the boosted phrases, in the same rows.
+        boosts: as in `TransducerState`.
+        integers, numbers: as in `Progress`.
+        known: `[B, 1 + E * W]`, the keys of the nodes below the last one that all hypotheses share.
+        events: `[B, E * W]`, the `Event` of each label that is not committed.
+        longest: the most tokens of a hypothesis that are not committed.
+    """
+
+    committed: Tensor
+    before: Tensor
+    offset: Tensor
+    encoder: Tensor
+    lengths: Tensor
+    output: Tensor
+    predictor: Any
+    models: tuple[Tensor, ...]
+    boosts: tuple[int, ...]
+    integers: Tensor
+    numbers: Tensor
+    known: Tensor
+    events: Event
+    longest: int
 
 
 class NodeScores(NamedTuple):

@@ -13,7 +13,16 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...logprobs.common import topk_fake
 from ...logprobs.gpu.launch import topk_of_rows
-from ..transducer_common import CANDIDATES, Leaf, Progress, Walk, Written, leaves_of, map_leaves
+from ..transducer_common import (
+    CANDIDATES,
+    NODE_BITS,
+    Leaf,
+    Progress,
+    Walk,
+    Written,
+    leaves_of,
+    map_leaves,
+)
 from .transducer import transducer_greedy_kernel, transducer_rows_kernel
 from .transducer_beam import (
     Scratch,
@@ -141,6 +150,7 @@ def advance_beam(
     blank: int,
     max_symbols_per_step: int,
     max_tokens: int,
+    look: int,
 ) -> None:
     """Let each hypothesis take an arc, and keep the best ones, as the reference does."""
     logits = logits.contiguous()[:, 0]  # [B * W, V + number of durations]
@@ -149,7 +159,9 @@ def advance_beam(
     top = topk_fake(classes, KT)
     topk_of_rows(classes, KT, 1.0, 0.0, top)
     block_c = next_power_of_2((CANDIDATES + 1) * W)
-    numbers = torch.empty((2, B, block_c), dtype=torch.float64, device=logits.device)
+    block_e = next_power_of_2(W * (KT + 1) * ND)
+    scores = torch.empty((B, block_e), dtype=torch.float64, device=logits.device)
+    token_scores = torch.empty((B, block_c), dtype=torch.float64, device=logits.device)
     integers = torch.empty((4, B, block_c), dtype=torch.int64, device=logits.device)
     block_w = next_power_of_2(W)
     launch(
@@ -161,19 +173,21 @@ def advance_beam(
         lengths_ptr=lengths,
         moves_ptr=moves,
         progress=progress,
-        scratch=Scratch(*numbers, *integers),
+        scratch=Scratch(scores, token_scores, *integers),
         size=Sizes(encoder.shape[2], V, W, KT, ND, logits.shape[1]),
         blank=blank,
         S=max_tokens,
         steps=progress.events.tokens.shape[1] // W,
         max_symbols=max_symbols_per_step,
+        look=look,
         stride_b=encoder.stride(0),
         stride_t=encoder.stride(1),
         stride_d=encoder.stride(2),
         HAS_DURATIONS=num_durations > 0,
-        BLOCK_E=next_power_of_2(W * (KT + 1) * ND),
+        BLOCK_E=block_e,
         BLOCK_C=block_c,
         CANDIDATES=CANDIDATES,
+        NODE_BITS=NODE_BITS,
         BLOCK_W=block_w,
         BLOCK_N=max(BLOCK_NODES // block_w, 16),
         BLOCK_D=min(next_power_of_2(encoder.shape[2]), BLOCK_D),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift, log_exact
-from .select import ranks_in_order, select_in_order
+from .select import ranks_in_order
 
 NEG_INF = tl.constexpr(-float("inf"))
 # The integers of a hypothesis, and its numbers, in the order of the fields of `Beam`.
@@ -30,10 +30,11 @@ class Top(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of a sequence, padded to `[BLOCK_C]`; that of the extensions that were selected.
+    """Memory of a sequence, `[BLOCK_C]` for those of its extensions that were selected.
 
     Fields:
-        scores, token_scores: fp64.
+        scores: `[BLOCK_E]` fp64, of all of its extensions.
+        token_scores: fp64.
         order, origins, tokens, moves: int64.
     """
 
@@ -140,7 +141,9 @@ def extensions(
     return score, best, token, frame, move, gain
 
 
-@triton.jit(do_not_specialize=["blank", "S", "steps", "max_symbols", "stride_b", "stride_t"])
+@triton.jit(
+    do_not_specialize=["blank", "S", "steps", "max_symbols", "look", "stride_b", "stride_t"]
+)
 def transducer_beam_kernel(
     logits_ptr,  # [B * W, V + number of durations]
     top,  # Top
@@ -154,6 +157,7 @@ def transducer_beam_kernel(
     S,
     steps,  # that there is room for
     max_symbols,
+    look,  # the most frames by which an arc moves on, where more may come; otherwise 0
     stride_b,
     stride_t,
     stride_d,
@@ -161,6 +165,7 @@ def transducer_beam_kernel(
     BLOCK_E: tl.constexpr,  # extensions
     BLOCK_C: tl.constexpr,  # those that are selected, and complete hypotheses
     CANDIDATES: tl.constexpr,  # those that are selected, for each place of the beam
+    NODE_BITS: tl.constexpr,  # below a node in a key are those of the token
     BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,  # nodes that are compared together
     BLOCK_D: tl.constexpr,
@@ -185,7 +190,7 @@ def transducer_beam_kernel(
         numbers_ptr += b * 4 * W
         known_ptr += b * (1 + steps * W)
         at = b * BLOCK_C
-        scores_ptr, arcs_ptr = scratch.scores + at, scratch.token_scores + at
+        scores_ptr, arcs_ptr = scratch.scores + b * BLOCK_E, scratch.token_scores + at
         order_ptr, origins_ptr = scratch.order + at, scratch.origins + at
         labels_ptr, moved_ptr = scratch.tokens + at, scratch.moves + at
 
@@ -196,14 +201,15 @@ def transducer_beam_kernel(
             S, max_symbols, HAS_DURATIONS, ACC_DTYPE,
         )  # fmt: skip
         is_nan = tl.max((score != score).to(tl.int32), axis=0) > 0
-        passes, position, number = select_in_order(score, CANDIDATES * W)
-        tl.store(scores_ptr + position, score, mask=passes)
-        tl.store(origins_ptr + position, e, mask=passes)
+        passes = score > NEG_INF  # which NaN is not either
+        number = tl.minimum(tl.sum(passes.to(tl.int32), axis=0), CANDIDATES * W)
+        i = tl.arange(0, BLOCK_E)
+        tl.store(scores_ptr + i, score)
         tl.debug_barrier()
-        rank = ranks_in_order(scores_ptr, number, BLOCK_C, 16)
+        rank = ranks_in_order(scores_ptr, BLOCK_E, BLOCK_E, 16)
+        tl.store(order_ptr + rank, e, mask=passes & (rank < number))
+        tl.debug_barrier()
         i = tl.arange(0, BLOCK_C)
-        tl.store(order_ptr + rank, tl.load(origins_ptr + i, mask=i < number), mask=i < number)
-        tl.debug_barrier()
         exists = i < number
         e = tl.load(order_ptr + i, mask=exists, other=BLOCK_E * 2)
         score, best, token, frame, move, gain = extensions(
@@ -213,7 +219,7 @@ def transducer_beam_kernel(
         origin = e // (size.ND * (size.KT + 1))
         node = tl.load(integers_ptr + origin, mask=exists, other=0)
         key = tl.load(integers_ptr + KEY * 2 * W + origin, mask=exists, other=-1)
-        key = tl.where(token == blank, key, node * size.V + token)
+        key = tl.where(token == blank, key, (node << NODE_BITS) + token)
 
         # Complete hypotheses take no arc, and merge with those that become complete.
         c = (i - CANDIDATES * W).to(tl.int64)
@@ -315,10 +321,11 @@ def transducer_beam_kernel(
         tl.store(known_ptr + used + w, tl.where(enters, key, -2), mask=is_place)
 
         score = tl.load(numbers_ptr + w, mask=is_place, other=NEG_INF)
-        goes_on = (tl.max(score, axis=0) > NEG_INF) & (is_nan == 0)
+        frame = tl.load(integers_ptr + FRAME * 2 * W + w, mask=is_place, other=0)
+        last = tl.max(tl.where(score > NEG_INF, frame, -1), axis=0)
+        goes_on = (last >= 0) & (last + look < length) & (is_nan == 0)
         tl.store(progress.is_open + b, goes_on)
         tl.store(progress.step + b, step + 1)
-        frame = tl.load(integers_ptr + FRAME * 2 * W + w, mask=is_place, other=0)
         shown = tl.maximum(tl.minimum(frame, length - 1), 0)[:, None]
         for first in range(0, size.D, BLOCK_D):
             d = (first + tl.arange(0, BLOCK_D))[None, :]
