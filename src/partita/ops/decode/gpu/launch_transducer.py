@@ -32,7 +32,7 @@ from .transducer_beam import (
     transducer_trace_kernel,
 )
 
-BLOCK_V = 1024  # classes of the K frames that are read together
+BLOCK_V = 512  # classes of the K frames that are read together
 BLOCK_D = 1024  # features of the frames that are copied together
 BLOCK_ROW = 1024
 MAX_CHUNKS = 16
@@ -79,7 +79,7 @@ def advance(
         BLOCK_V=min(next_power_of_2(V), BLOCK_V),
         BLOCK_D=min(next_power_of_2(D), BLOCK_D),
         ACC_DTYPE=tl_acc_dtype(acc_dtype(logits.dtype)),
-        num_warps=16,
+        num_warps=8,
     )
 
 
