@@ -17,8 +17,7 @@ import torch
 
 from partita.bench.host import first_call
 
-# Softmax of such small inputs is PyTorch's own, so it would tell nothing.
-OPS = ("cross_entropy", "ctc_loss", "linear_chain", "logz", "viterbi")
+OPS = ("softmax", "cross_entropy", "ctc_loss", "linear_chain", "logz", "viterbi")
 COLUMNS = ("op", "empty_cache_s", "filled_cache_s", "machine", "torch", "triton")
 
 

@@ -6,6 +6,7 @@ from quoted_rows import OURS, digits, figure, row, rows, span, table
 
 HOST, FIRST_CALLS = "host.csv", "first_calls.csv"
 CALLS = {  # op and variant: what the page calls it
+    ("softmax", ""): "`softmax`",
     ("cross_entropy", ""): "`cross_entropy`",
     ("cross_entropy", "a new shape at every call"): "the same, a new shape at every call",
     ("token_stats", ""): "`token_stats`",
