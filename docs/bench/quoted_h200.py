@@ -9,6 +9,7 @@ from quoted_readme import compared, speed_table
 from quoted_rows import figure, number, row
 
 ROWS, LINEAR, CTC = "h200/rows.csv", "h200/linear_cross_entropy.csv", "h200/ctc.csv"
+CHAIN, RNNT = "h200/chain.csv", "h200/rnnt.csv"
 
 
 def _lines() -> Iterator[list[str]]:
@@ -30,6 +31,12 @@ def _lines() -> Iterator[list[str]]:
     yield compared("`ctc_loss`, 1,000 steps × 64 × 32 classes, fp32", CTC, steps=1000, **ctc)
     yield compared("`ctc_loss`, 150 steps × 128 × 5,000 classes, fp32", CTC, steps=150, **ctc)
     yield compared("`ctc_crf_loss`, 2,000 steps × 64 × 4⁵ k-mers, fp32", CTC, **CRF)
+    chain = {"op": "chain", "part": "total", "dtype": "fp32", "steps": 2000, "states": 1024}
+    yield compared("`logz`, 2,000 steps × 64 × 1,024 states, fp32", CHAIN, **chain)
+    rnnt = {"part": "total", "sequences": 32}
+    size = "32 × 200 steps × 100 × 1,025"
+    yield compared(f"`rnnt_loss`, {size}, fp32", RNNT, op="rnnt", dtype="fp32", **rnnt)
+    yield compared(f"`linear_rnnt_loss`, {size}, bf16", RNNT, op="linear_rnnt", **rnnt)
 
 
 @figure
