@@ -51,6 +51,7 @@ FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )
 HELP = re.compile(r"(?<=```console\n)\$ partita (.*--help)$", re.MULTILINE)
+NUMBER = re.compile(r"<td>(?=[\d.]+e-\d+</td>)")  # a browser breaks it after the sign
 SHARED = re.compile(
     r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*(?:\n\1 +\S.*)*)", re.MULTILINE
 )
@@ -95,7 +96,7 @@ def turned(text: str, origin: str, uri: str) -> str:
 def printed(command: re.Match[str]) -> str:
     from partita.__main__ import main
 
-    os.environ["COLUMNS"] = "110"
+    os.environ["COLUMNS"] = "100"
     with (
         contextlib.redirect_stdout(io.StringIO()) as text,
         contextlib.suppress(SystemExit),
@@ -152,6 +153,7 @@ def on_page_content(
         )
         return f'<{match[1]} class="formula">{formula}</{match[1]}>'
 
+    content = NUMBER.sub('<td style="white-space: nowrap">', content)
     return FORMULA.sub(converted, content)
 
 
