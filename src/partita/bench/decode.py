@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from .case import (
     needs_gpu,
 )
 from .chain import BASES
-from .language_model import LN10, arpa, drawn_ngrams
+from .language_model import LN10, drawn_ngrams, inner_grams, write_model
 from .paths import READ, SequencesCase, worst
 
 SEQUENCES_JUDGED = 2  # the reference is a loop in Python
@@ -426,11 +425,7 @@ class Text(Beam):
             spelled["".join(drawn.choices(labels[2:], k=drawn.randint(2, 8)))] = None
         words = [*spelled]
         ngrams = drawn_ngrams(words, drawn)
-        folder = tempfile.TemporaryDirectory()
-        path = Path(folder.name, "model.arpa")
-        path.write_text(arpa(ngrams), encoding="utf-8")
-        marks = {"<s>", "</s>"}
-        known = [gram for gram in ngrams if len(gram) == 3 and not marks & {*gram}]
+        (folder, path), known = write_model(ngrams), inner_grams(ngrams)
         # A label lasts for two steps, and a blank follows.
         steps, tokens = torch.zeros(self.sequences, self.steps, dtype=torch.int64), []
         for row in steps:

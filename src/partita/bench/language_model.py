@@ -58,8 +58,8 @@ def drawn_ngrams(words: list[str], drawn: random.Random) -> Ngrams:
     }
 
 
-def arpa(ngrams: Ngrams) -> str:
-    """Return the text of a model's file."""
+def write_model(ngrams: Ngrams) -> tuple[Any, Path]:
+    """Write the file of a model, and return the temporary folder that it lives in, and its path."""
     orders = [[gram for gram in ngrams if len(gram) == n] for n in (1, 2, 3)]
     lines = ["\\data\\", *(f"ngram {n}={len(grams)}" for n, grams in enumerate(orders, 1))]
     for n, grams in enumerate(orders, 1):
@@ -67,7 +67,15 @@ def arpa(ngrams: Ngrams) -> str:
         for gram in grams:
             log_prob, backoff = ngrams[gram]
             lines.append(f"{log_prob}\t{' '.join(gram)}" + f"\t{backoff}" * (n < len(orders)))
-    return "\n".join([*lines, "", "\\end\\", ""])
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name, "model.arpa")
+    path.write_text("\n".join([*lines, "", "\\end\\", ""]), encoding="utf-8")
+    return folder, path
+
+
+def inner_grams(ngrams: Ngrams) -> list[Gram]:
+    """Return the 3-grams that neither begin nor end a sentence."""
+    return [gram for gram in ngrams if len(gram) == 3 and not {"<s>", "</s>"} & {*gram}]
 
 
 def log_prob(ngrams: Ngrams, gram: Gram) -> float:
@@ -139,12 +147,9 @@ class NgramCase(Case):
         words = [f"w{i}" for i in range(self.words)]
         ngrams = drawn_ngrams(words, drawn)
         # Known 3-grams one after another, with back-off where the next one begins.
-        marks = {"<s>", "</s>"}
-        known = [gram for gram in ngrams if len(gram) == 3 and not marks & {*gram}]
+        known = inner_grams(ngrams)
         sentences = [sum(drawn.choices(known, k=7), ()) for _ in range(self.sentences)]
-        folder = tempfile.TemporaryDirectory()
-        path = Path(folder.name, "model.arpa")
-        path.write_text(arpa(ngrams), encoding="utf-8")
+        folder, path = write_model(ngrams)
         model = NgramLM.from_arpa(path, labels=words).to(buffers.device)
         states = model.start(self.sentences)
         for i in (-2, -1):  # a state knows two words

@@ -13,6 +13,7 @@ from ..runtime.lengths import Lengths, as_lengths
 
 ROWS = 512  # of one product in a sum of products
 FEW_COLUMNS = 64  # of the left side, whose sum of products is a single one on a GPU
+K_MEANS_STEPS = 25
 MANY = 2**16  # rows from which on NumPy has the memory; restarts in one batch have fewer on a CPU
 
 
@@ -219,9 +220,7 @@ def sums_of_products(left: Tensor, right: Tensor) -> Tensor:
     return found if whole == len(left) else found.addmm(left[whole:].T, right[whole:])
 
 
-def k_means(
-    points: Tensor, centers: int, restarts: int, runs: int, random: Any, steps: int = 25
-) -> Tensor:
+def k_means(points: Tensor, centers: int, restarts: int, runs: int, random: Any) -> Tensor:
     """Return the centers `[R, C, D]` of k-means on points `[M, D]`, each the best of some runs.
 
     All runs are one batch. Each starts at points that are drawn far from each other.
@@ -238,7 +237,7 @@ def k_means(
         total = nearest.cumsum(1)
         at = torch.searchsorted(total, (uniform * total[:, -1])[:, None], right=True)
         found = torch.cat([found, points[at.clamp(max=len(points) - 1)]], 1)
-    for _ in range(steps):
+    for _ in range(K_MEANS_STEPS):
         distance = _squares(points, found)
         members = torch.nn.functional.one_hot(distance.argmin(-1), centers).to(points)
         size = members.sum(1)[..., None]

@@ -100,7 +100,7 @@ class CategoricalHMM(BaseHMM):
 
     def _free_scalars(self) -> dict[str, int]:
         C, K = self.n_components, self.n_features or 1
-        return {"s": C - 1, "t": C * (C - 1), "e": C * (K - 1)}
+        return {**super()._free_scalars(), "e": C * (K - 1)}
 
     def initialize(self, X: Tensor, random: Any) -> Parameters:
         found = torch.from_numpy(random.rand(self.n_components, self.n_features)).to(X)

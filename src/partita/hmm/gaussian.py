@@ -160,23 +160,18 @@ class GaussianHMM(BaseHMM):
     def _check_parameters(self, parameters: Parameters) -> None:
         super()._check_parameters(parameters)
         F = self.n_features or parameters["means"].shape[-1]
-        shapes = {"means": (self.n_components, F), "covars": self._shape_of_covars(F)}
-        for name, shape in shapes.items():
+        C = self.n_components
+        covars = {"spherical": (C,), "diag": (C, F), "full": (C, F, F), "tied": (F, F)}
+        for name, shape in (("means", (C, F)), ("covars", covars[self.covariance_type])):
             value = parameters.get(name)
             if value is not None and value.shape != shape:
                 raise ValueError(f"{name}_: expected shape {list(shape)}, got {list(value.shape)}")
-
-    def _shape_of_covars(self, F: int) -> tuple[int, ...]:
-        C = self.n_components
-        return {"spherical": (C,), "diag": (C, F), "full": (C, F, F), "tied": (F, F)}[
-            self.covariance_type
-        ]
 
     def _free_scalars(self) -> dict[str, int]:
         C, F = self.n_components, self.n_features or 0
         matrix = F * (F + 1) // 2
         covars = {"spherical": C, "diag": C * F, "full": C * matrix, "tied": matrix}
-        return {"s": C - 1, "t": C * (C - 1), "m": C * F, "c": covars[self.covariance_type]}
+        return {**super()._free_scalars(), "m": C * F, "c": covars[self.covariance_type]}
 
     def initialize(self, X: Tensor, random: Any) -> Parameters:
         return {name: x[0] for name, x in self._initial_values(X, random, 1).items()}

@@ -128,6 +128,13 @@ def number(
         raise ValueError(f"{name}: expected a number {lower}{upper}, got {value}")
 
 
+def at_least(name: str, value: Any, least: int) -> None:
+    """Raise unless the value is an integer of at least this size."""
+    python_int(name, value)
+    if value < least:
+        raise ValueError(f"{name}: expected a number of at least {least}, got {value}")
+
+
 def temperature_and_softcap(temperature: Any, softcap: Any) -> tuple[float, float]:
     """Return the numbers as the ops take them, no soft-capping as 0; raise for bad ones."""
     number("temperature", temperature, low=0.0, open_low=True)

@@ -18,7 +18,7 @@ from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
 from ..ctc.common import longest_target
 from . import autograd as _crf
-from .common import check_least, check_scores, kmer_source, lattice_source
+from .common import check_scores, kmer_source, lattice_source
 
 # On a GPU the number of lattice states is rounded up to a multiple of this, because the first call
 # with a table of another size waits for the device.
@@ -55,8 +55,8 @@ def debruijn_source(
                 [2, 1, 3],
                 [3, 1, 3]])
     """
-    check_least("n_base", n_base, 1)
-    check_least("state_len", state_len, 1)
+    checks.at_least("n_base", n_base, 1)
+    checks.at_least("state_len", state_len, 1)
     return kmer_source(n_base, state_len, device)
 
 

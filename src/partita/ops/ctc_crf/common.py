@@ -82,17 +82,11 @@ class CRFState(NamedTuple):
     lengths: Tensor
 
 
-def check_least(name: str, value: int, least: int) -> None:
-    """Raise unless the value is an int of at least this size."""
-    checks.python_int(name, value)
-    checks.number(name, value, low=least)
-
-
 def check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
     """Raise for scores of another dtype or shape than k-mers and letters have."""
     checks.floating("scores", scores)
-    check_least("state_len", state_len, 1)
-    check_least("alphabet_size", alphabet_size, 2)
+    checks.at_least("state_len", state_len, 1)
+    checks.at_least("alphabet_size", alphabet_size, 2)
     C, A, ndim = (alphabet_size - 1) ** state_len, alphabet_size, scores.ndim
     if ndim == 3 and scores.shape[2] == C * A:
         return

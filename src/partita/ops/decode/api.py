@@ -11,7 +11,7 @@ from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ..chain.api import Chain
-from ..ctc_crf.common import check_least, check_scores, kmer_source, unflatten_scores
+from ..ctc_crf.common import check_scores, kmer_source, unflatten_scores
 from . import registered
 from .basecalls import Basecalls
 from .common import MAX_BEAM_WIDTH, Hypotheses
@@ -136,7 +136,7 @@ def ctc_beam_search(
     _up_to("beam_width", beam_width, MAX_BEAM_WIDTH)
     _up_to("nbest", nbest, beam_width)
     if cutoff_top_n is not None:
-        check_least("cutoff_top_n", cutoff_top_n, 1)
+        checks.at_least("cutoff_top_n", cutoff_top_n, 1)
     if blank_skip_threshold is not None:
         checks.number(
             "blank_skip_threshold", blank_skip_threshold, low=0.0, high=1.0, open_low=True

@@ -211,7 +211,7 @@ class ArpaFile:
         try:
             self.words.extend(map(bytes.decode, names))
         except UnicodeDecodeError:
-            i = next(i for i, name in enumerate(names) if b"\xef\xbf\xbd" in _utf8(name))
+            i = next(i for i, name in enumerate(names) if "\ufffd" in name.decode(errors="replace"))
             self.fail(line + i, f"expected a word in UTF-8, got {names[i]!r}")
         if UNKNOWN in self._places:
             self._places[OTHER_UNKNOWN] = self._places[UNKNOWN]
@@ -264,11 +264,6 @@ def _as_tensor(numbers: array[float] | array[int]) -> Tensor:
     """Return an array as a tensor, which shares its memory."""
     dtype = torch.float64 if numbers.typecode == "d" else torch.int64
     return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
-
-
-def _utf8(name: bytes) -> bytes:
-    """Return the name with U+FFFD where it is not UTF-8."""
-    return name.decode(errors="replace").encode()
 
 
 def _shown(text: bytes, empty: str = "the end of the file") -> str:

@@ -62,34 +62,39 @@ def empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-class ChainFunctions(NamedTuple):
-    """The functions of one backend that serve the ops of chains of these names."""
+class PathFunctions(NamedTuple):
+    """The functions of one backend for chains, for the beam search and for the posteriors."""
 
     viterbi: Callable[..., tuple[Tensor, Tensor, Tensor]]
     scan: Callable[..., Tensor]
     logz: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    beam_search: Callable[..., tuple[Tensor, Tensor]]
+    base_posteriors: Callable[..., tuple[Tensor, Tensor]]
 
 
-def path_and_posteriors(
-    chain: ChainFunctions,
-    beam_search: Callable[..., tuple[Tensor, Tensor]],
-    base_posteriors: Callable[..., tuple[Tensor, Tensor]],
+def ctc_crf_path(
+    functions: PathFunctions,
     scores: Tensor,
     source: Tensor,
     input_lengths: Tensor,
     beam_width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `ctc_crf_path` returns, by way of the posteriors of all edges."""
+    """Return a path, and the posteriors for the qualities of its bases.
+
+    The source of each edge, `[C, A]`, is that of `kmer_source`. The width is that of a prefix beam
+    search, or 0 for the best path. The results are states `[T + 1, N]` and edges `[T, N]` as those
+    of `Chain.viterbi`, and what `ctc_crf_base_posteriors` returns.
+    """
     ends = zero_ends(scores)
     potentials = ChainPotentials(scores, source, ends, ends, input_lengths)
     if beam_width:
         # In fp64, because rounded scores of long chains would decide between prefixes.
-        later = chain.scan(potentials, False, True)
-        states, edges = beam_search(scores, later, input_lengths, beam_width)
+        later = functions.scan(potentials, False, True)
+        states, edges = functions.beam_search(scores, later, input_lengths, beam_width)
     else:
-        _, states, edges = chain.viterbi(potentials, True)
-    logz, _, saved = chain.logz(potentials, True)
+        _, states, edges = functions.viterbi(potentials, True)
+    logz, _, saved = functions.logz(potentials, True)
     ones, dtype = torch.ones_like(logz), acc_dtype(scores.dtype)
-    marginals = chain.gradient(ones, potentials, logz, saved, dtype)[0]
-    return states, edges, *base_posteriors(marginals, input_lengths)
+    marginals = functions.gradient(ones, potentials, logz, saved, dtype)[0]
+    return states, edges, *functions.base_posteriors(marginals, input_lengths)

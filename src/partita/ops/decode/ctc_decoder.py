@@ -16,7 +16,7 @@ from ...runtime.backend import Table, current_backend, resolve
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.register import resolved
 from .common import MAX_BEAM_WIDTH, Hypotheses
-from .language_model import NgramLM, advance_states, check_model, final_scores
+from .language_model import NgramLM, advance_states, check_batch, check_model, final_scores
 from .phrase_boost import PhraseBoost
 from .text_tables import (
     BOUNDARIES,
@@ -30,6 +30,7 @@ from .text_tables import (
     build_lexicon,
     empty_texts,
     hotword_phrases,
+    once_each,
     phrase_tables,
 )
 
@@ -353,9 +354,7 @@ class CTCDecoder:
                 expected, got = len(self.labels), each.number_of_labels
                 raise ValueError(f"boost: expected phrases over {expected} labels, got {got}")
         spelled = hotword_phrases(self._vocabulary, words, float(weight))
-        different = {id(each): each for each in boosts}
-        phrases = {k: boost_phrases(self._vocabulary, each) for k, each in different.items()}
-        return [(spelled, phrases[id(each)]) for each in boosts]
+        return once_each(lambda each: (spelled, boost_phrases(self._vocabulary, each)), boosts)
 
     def _unserved(self, T: int, options: Options) -> str | None:
         """Return why the kernels of a GPU do not serve a call, or None."""
@@ -390,12 +389,10 @@ class CTCDecoder:
         if table == "reference":
             from .reference_text import ReferenceSearch, TextScores
 
-            words = self._words
-            scores = {
-                id(boost): TextScores(vocabulary, words, self._only, hotwords, boost, options)
-                for hotwords, boost in phrases
-            }
-            return ReferenceSearch([scores[id(boost)] for _, boost in phrases])
+            def scores(each: Phrases) -> TextScores:
+                return TextScores(vocabulary, self._words, self._only, *each, options)
+
+            return ReferenceSearch(once_each(scores, phrases))
         from .cpu.text_beam import TextSearch
 
         args = self._cpu_tables(), self._automata(phrases), options, vocabulary.most_endings
@@ -403,11 +400,7 @@ class CTCDecoder:
 
     def _automata(self, phrases: Sequence[Phrases]) -> list[PhraseTables]:
         """Return the automata of each sequence's phrases."""
-        tables: dict[int, PhraseTables] = {}
-        for hotwords, boost in phrases:
-            if id(boost) not in tables:
-                tables[id(boost)] = phrase_tables(self._vocabulary, hotwords, boost)
-        return [tables[id(boost)] for _, boost in phrases]
+        return once_each(lambda each: phrase_tables(self._vocabulary, *each), phrases)
 
     def _tables_on(self, device: Any, make: Callable[..., Any]) -> Any:
         """Return `make(vocabulary, words, lexicon, only, score_boundary)`, once for a device."""
@@ -508,16 +501,12 @@ class CTCStream:
         nbest: int = 1,
         **settings: Any,
     ) -> None:
-        checks.python_int("N", N)
-        if N < 0:
-            raise ValueError(f"N: expected a number from 0 on, got {N}")
+        check_batch("N", N)
         defaults: dict[str, Any] = CTCDecoder.__call__.__kwdefaults__ or {}
-        names = ("from_logits", "cutoff_top_n", "token_min_logp", "blank_skip_threshold")
-        settings = {**{name: defaults[name] for name in (*names, "max_open_steps")}, **settings}
-        if unknown := set(settings) - {*names, "max_open_steps"}:
+        if unknown := set(settings) - set(defaults):
             raise TypeError(f"stream: got an unexpected keyword {min(unknown)!r}")
         self.decoder, self.N = decoder, N
-        self._options = decoder._options(beam_width, nbest, settings)
+        self._options = decoder._options(beam_width, nbest, {**defaults, **settings})
         phrases = decoder._phrases(N, boost, hotwords, hotword_weight)
         self._steps = [0] * N
         self._committed = [(0, "")] * N  # the number of labels, and their text

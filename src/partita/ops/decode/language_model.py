@@ -60,11 +60,11 @@ def checked_states(states: Tensor, S: int, table: Tensor) -> tuple[Tensor, Tenso
     return torch.where(exist, states, 0), exist
 
 
-def check_batch(B: Any) -> None:
-    """Raise unless B is a number of hypotheses."""
-    checks.python_int("B", B)
-    if B < 0:
-        raise ValueError(f"B: expected a number from 0 on, got {B}")
+def check_batch(name: str, size: Any) -> None:
+    """Raise unless the size of a batch is an integer from 0 on."""
+    checks.python_int(name, size)
+    if size < 0:
+        raise ValueError(f"{name}: expected a number from 0 on, got {size}")
 
 
 def check_model(name: str, model: Any) -> None:
@@ -422,7 +422,7 @@ class NgramLM:
             >>> model.start(2)
             tensor([0, 0])
         """
-        check_batch(B)
+        check_batch("B", B)
         states = torch.zeros(B, dtype=torch.int64, device=self.device)
         return self._trie.states[states + 1 + self._place("<s>")] if bos else states
 

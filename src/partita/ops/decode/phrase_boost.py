@@ -40,6 +40,22 @@ class Arcs(NamedTuple):
     credits: Tensor
 
 
+def follow(
+    arcs: Arcs, states: Tensor, start_targets: Tensor, start_scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what each label adds after each state, `[R, C]`, and the states that follow.
+
+    The arcs that are in no pair are those of the start, `[C]`, or `[R, C]` for each state.
+    """
+    C = start_targets.shape[-1]
+    pairs = states[:, None] * C + torch.arange(C, device=states.device)
+    places = torch.searchsorted(arcs.pairs, pairs).clamp_(max=len(arcs.pairs) - 1)
+    differs = arcs.pairs[places] == pairs
+    scores = torch.where(differs, arcs.scores[places], start_scores)
+    following = torch.where(differs, arcs.targets[places], start_targets)
+    return scores - arcs.credits[states, None], following
+
+
 class PhraseBoost:
     """Phrases that raise the score of a hypothesis, from their first labels on.
 
@@ -150,7 +166,7 @@ class PhraseBoost:
             >>> partita.PhraseBoost(["ab"], labels=["-", "a", "b"], weight=4.0).start(2)
             tensor([0, 0])
         """
-        check_batch(B)
+        check_batch("B", B)
         return torch.zeros(B, dtype=torch.int64, device=self.device)
 
     def advance(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,13 +194,7 @@ class PhraseBoost:
         """
         arcs = self._arcs
         states, exist = checked_states(states, len(arcs.credits), arcs.pairs)
-        C = len(arcs.start_targets)
-        pairs = states[:, None] * C + torch.arange(C, device=states.device)
-        places = torch.searchsorted(arcs.pairs, pairs).clamp_(max=len(arcs.pairs) - 1)
-        differs = arcs.pairs[places] == pairs
-        scores = torch.where(differs, arcs.scores[places], arcs.start_scores)
-        scores = scores - arcs.credits[states, None]
-        following = torch.where(differs, arcs.targets[places], arcs.start_targets)
+        scores, following = follow(arcs, states, arcs.start_targets, arcs.start_scores)
         return scores.masked_fill(~exist[:, None], torch.nan), following
 
     def final(self, states: Tensor) -> Tensor:
@@ -210,7 +220,7 @@ class PhraseBoost:
         return (0.0 - self._arcs.credits[states]).masked_fill(~exist, torch.nan)
 
     def __repr__(self) -> str:
-        sizes = f"states={len(self._arcs.credits)}, labels={len(self._arcs.start_targets)}"
+        sizes = f"states={len(self._arcs.credits)}, labels={self.number_of_labels}"
         return f"PhraseBoost({sizes}, device={self.device})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..chain.reference import chain_gradient, chain_logz, chain_scan, chain_viterbi
+from . import common
 from .basecalls import Basecalls
-from .common import ChainFunctions, Hypotheses, empty_hypotheses, path_and_posteriors
+from .common import Hypotheses, empty_hypotheses
 
 INF = math.inf
 
@@ -276,22 +278,6 @@ def ctc_crf_beam_search(
     return states, edges
 
 
-CHAIN = ChainFunctions(chain_viterbi, chain_scan, chain_logz, chain_gradient)
-
-
-def ctc_crf_path(
-    scores: Tensor, source: Tensor, input_lengths: Tensor, beam_width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a path, and the posteriors for the qualities of its bases.
-
-    The source of each edge, `[C, A]`, is that of `kmer_source`. The width is that of a prefix beam
-    search, or 0 for the best path. The results are states `[T + 1, N]` and edges `[T, N]` as those
-    of `Chain.viterbi`, and what `ctc_crf_base_posteriors` returns.
-    """
-    own = ctc_crf_beam_search, ctc_crf_base_posteriors
-    return path_and_posteriors(CHAIN, *own, scores, source, input_lengths, beam_width)
-
-
 def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return the posteriors of bases and of first states, given those of edges `[T, N, C, A]`.
 
@@ -315,6 +301,13 @@ def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor,
         leaving = edges[:, :, 0] + leaving.reshape(N, C)
         first = torch.where(length[:, None] > 0, leaving, first)
     return by_base, first
+
+
+FUNCTIONS = common.PathFunctions(
+    *(chain_viterbi, chain_scan, chain_logz, chain_gradient),
+    *(ctc_crf_beam_search, ctc_crf_base_posteriors),
+)
+ctc_crf_path = functools.partial(common.ctc_crf_path, FUNCTIONS)
 
 
 def ctc_crf_calls(

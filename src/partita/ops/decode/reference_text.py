@@ -170,11 +170,9 @@ def begun_phrase(phrases: Phrases, text: Text, margin: int) -> tuple[bool, float
     return False, 0.0
 
 
-def next_beam(
-    beam: Beam, row: list[float], t: int, scores: TextScores, spelling: Vocabulary
-) -> Beam:
+def next_beam(beam: Beam, row: list[float], t: int, scores: TextScores) -> Beam:
     """Return the best hypotheses after a step, of equal ranks the older first."""
-    options = scores.options
+    options, vocabulary = scores.options, scores.vocabulary
     if row[options.blank] > options.skipped:
         row = [p if c == options.blank else -INF for c, p in enumerate(row)]
     enough = min(options.min_logp, max(row))
@@ -195,7 +193,7 @@ def next_beam(
             if inflow.score == -INF:
                 continue
             inflow = inflow.emits(row[c], (*inflow.path, (c, t, t + 1)))
-            target = found.setdefault(spelling.extend(text, spelling.spelling[c]), {})
+            target = found.setdefault(vocabulary.extend(text, vocabulary.spelling[c]), {})
             target[c] = merged([target[c], inflow]) if c in target else inflow
     ranked = {
         text: merged(list(endings.values())).score + scores(text, is_whole=False)
@@ -265,7 +263,7 @@ class ReferenceSearch:
                 continue
             for row in rows:
                 t = self.steps[n]
-                beam = next_beam(beam, row, t, scores, scores.vocabulary)
+                beam = next_beam(beam, row, t, scores)
                 self.steps[n] = t + 1
                 horizon = t + 1 - scores.options.max_open_steps
                 if beam and horizon > 0 and (t + 1) % COMMIT_EVERY == 0:

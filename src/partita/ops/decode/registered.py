@@ -31,9 +31,7 @@ def _gpu() -> tuple[ModuleType, ...]:
 
 
 _define = partial(register.define, gpu=_gpu, cpu=_cpu, vmap=one_by_one, reference_if_empty=True)
-greedy_search = _define(
-    reference.ctc_greedy_search, lambda logits: empty_hypotheses(logits), check=_check_lengths
-)
+greedy_search = _define(reference.ctc_greedy_search, empty_hypotheses, check=_check_lengths)
 beam_search = _define(reference.ctc_beam_search, empty_hypotheses, check=_check_lengths)
 crf_path = _define(
     reference.ctc_crf_path,

@@ -149,9 +149,10 @@ def _reads(
             f"{'calls' if chunks is None else 'chunks'}: expected at least one chunk of each read,"
             f" and {sum(sizes)} in all, got {counts}"
         )
+    batch = parts[0] if len(parts) == 1 else Basecalls(*map(torch.cat, zip(*parts, strict=True)))
     longest = [count * (T - overlap) + overlap for count in counts]
     if length is None:
-        return _joined(parts), counts, longest
+        return batch, counts, longest
     totals = _integers("length", length)
     if len(totals) != len(counts):
         raise ValueError(f"length: expected {len(counts)} of them, one a read, got {len(totals)}")
@@ -163,7 +164,7 @@ def _reads(
                 f"length: expected steps from {least} to {most} for {count} chunks of {T},"
                 f" got {total}"
             )
-    return _joined(parts), counts, totals
+    return batch, counts, totals
 
 
 def _integers(name: str, value: int | Sequence[int]) -> list[int]:
@@ -172,11 +173,6 @@ def _integers(name: str, value: int | Sequence[int]) -> list[int]:
     for number in numbers:
         checks.python_int(name, number)
     return numbers
-
-
-def _joined(parts: Sequence[Basecalls]) -> Basecalls:
-    """Return the chunks of several batches as one batch."""
-    return parts[0] if len(parts) == 1 else Basecalls(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _cuts(calls: Basecalls, position: Tensor, overlap: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -188,6 +188,12 @@ def empty_texts(N: int, nbest: int, T: int, device: torch.device) -> TextBatch:
     lengths = torch.zeros((N, nbest), dtype=torch.int64, device=device)
     scores = torch.full((N, nbest), -math.inf, dtype=torch.float64, device=device)
     return TextBatch(tokens, steps, ends, lengths, scores, torch.zeros_like(scores))
+
+
+def once_each(make: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    """Return `make(value)` for each value, made once for those that are the same object."""
+    made = {key: make(value) for key, value in {id(value): value for value in values}.items()}
+    return [made[id(value)] for value in values]
 
 
 def build_lexicon(vocabulary: Vocabulary, words: Words, only: bool) -> Lexicon:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +26,6 @@ from .transducer_common import (
 from .transducer_greedy import greedy_search
 
 
-def _least(name: str, value: Any, least: int) -> None:
-    checks.python_int(name, value)
-    if value < least:
-        raise ValueError(f"{name}: expected a number of at least {least}, got {value}")
-
-
-class _Checked(NamedTuple):
-    """Arguments in the form that the searches take."""
-
-    lengths: Tensor
-    durations: tuple[int, ...] | None
-    max_tokens: int
-
-
 def _checked(
     encoder: Tensor,
     lengths: Lengths,
@@ -47,20 +33,20 @@ def _checked(
     max_symbols_per_step: int,
     max_tokens: int | None,
     durations: Sequence[int] | None,
-) -> _Checked:
-    """Check what both searches take, and return the lengths on the device of the encoder."""
+) -> tuple[Tensor, tuple[int, ...] | None, int]:
+    """Check what both searches take, and return lengths on the device, durations and max_tokens."""
     checks.floating("encoder", encoder)
     if encoder.ndim != 3:
         raise ValueError(f"encoder: expected shape [B, T, D], got {list(encoder.shape)}")
     B, T, _ = encoder.shape
     found = on_device(encoder.device, as_lengths("lengths", lengths, B))[0]
     checks.within("lengths", found, 0, T, "frames")
-    _least("blank", blank, 0)
-    _least("max_symbols_per_step", max_symbols_per_step, 1)
+    checks.at_least("blank", blank, 0)
+    checks.at_least("max_symbols_per_step", max_symbols_per_step, 1)
     if max_tokens is None:
         max_tokens = max(2 * T, max_symbols_per_step)
-    _least("max_tokens", max_tokens, 1)
-    return _Checked(found, checked_durations(durations), max_tokens)
+    checks.at_least("max_tokens", max_tokens, 1)
+    return found, checked_durations(durations), max_tokens
 
 
 def _check_state(state: Any, kind: type[Any], B: int, models: LabelModels) -> None:
@@ -162,16 +148,16 @@ def rnnt_greedy_search(
         >>> found.tokens[0, 0, : found.lengths[0, 0]], found.steps[0, 0, : found.lengths[0, 0]]
         (tensor([1, 2]), tensor([0, 2]))
     """
-    call = _checked(encoder, lengths, blank, max_symbols_per_step, max_tokens, durations)
-    network = Network(predict, join, blank, call.durations, state_dims)
+    sizes = (blank, max_symbols_per_step, max_tokens, durations)
+    lengths, durations, S = _checked(encoder, lengths, *sizes)
+    network = Network(predict, join, blank, durations, state_dims)
     with torch.no_grad():
         models = LabelModels(language_model, alpha, boost, len(encoder), encoder.device)
         _check_state(state, TransducerState, len(encoder), models)
         if not encoder.shape[0] or not encoder.shape[1]:
-            return no_hypotheses(encoder, 1, call.max_tokens, state)
-        options = (max_symbols_per_step, call.max_tokens, state, graphs)
-        found = greedy_search(encoder, call.lengths, network, models, *options)
-        return found._replace(state=found.state._replace(boosts=models.boosts))
+            return no_hypotheses(encoder, 1, S, state)
+        options = (max_symbols_per_step, S, state, graphs)
+        return greedy_search(encoder, lengths, network, models, *options)
 
 
 def rnnt_beam_search(
@@ -252,13 +238,14 @@ def rnnt_beam_search(
         >>> found.tokens[0, :, 0], found.scores.exp()  # the best path alone would be empty
         (tensor([ 1, -1]), tensor([[0.6400, 0.3600]]))
     """
-    call = _checked(encoder, lengths, blank, max_symbols_per_step, max_tokens, durations)
-    _least("beam_width", beam_width, 1)
-    _least("nbest", nbest, 1)
+    sizes = (blank, max_symbols_per_step, max_tokens, durations)
+    lengths, durations, S = _checked(encoder, lengths, *sizes)
+    checks.at_least("beam_width", beam_width, 1)
+    checks.at_least("nbest", nbest, 1)
     if nbest > beam_width:
         raise ValueError(f"nbest: expected a number from 1 to {beam_width}, got {nbest}")
-    network = Network(predict, join, blank, call.durations, state_dims)
-    (B, T, _), S = encoder.shape, call.max_tokens
+    network = Network(predict, join, blank, durations, state_dims)
+    B, T, _ = encoder.shape
     with torch.no_grad():
         models = LabelModels(language_model, alpha, boost, B, encoder.device)
         _check_state(state, TransducerBeamState, B, models)
@@ -268,7 +255,7 @@ def rnnt_beam_search(
         if not B or (final and state is None and not T):
             return no_hypotheses(encoder, nbest, S, state)
         options = (max_symbols_per_step, S, beam_width, nbest, bool(length_normalize), state)
-        return beam_search(encoder, call.lengths, network, models, *options, bool(final), graphs)
+        return beam_search(encoder, lengths, network, models, *options, bool(final), graphs)
 
 
 def _check_chunk(state: TransducerBeamState, encoder: Tensor, S: int, beam_width: int) -> None:

@@ -43,6 +43,7 @@ from .transducer_common import (
     leaves_of,
     merge_rows,
     own_copy,
+    rows_at,
     table,
     take_rows,
     write_rows,
@@ -131,8 +132,7 @@ def goes_on(beam: Beam, ends: Beam, lengths: Tensor, look: int) -> Tensor:
 def shown_frames(encoder: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
     """Return the frame of each hypothesis, `[B * W, 1, D]`, the last one for what is past it."""
     shown = torch.minimum(frames, lengths[:, None] - 1).clamp_(min=0)
-    sequence = torch.arange(len(encoder), device=encoder.device)[:, None]
-    return encoder[sequence, shown].flatten(0, 1)[:, None]
+    return rows_at(encoder, shown).flatten(0, 1)[:, None]
 
 
 def best_first(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from .language_model import advance_states, check_model, final_scores
-from .phrase_boost import PhraseBoost
+from .phrase_boost import Arcs, PhraseBoost, automaton, follow
 
 Predict = Callable[[Tensor, Any], tuple[Tensor, Any]]
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -303,6 +303,11 @@ def take_rows(rows: Tensor, state: Any, dims: Any = 0) -> Any:
     return map_leaves(lambda dim, x: x.index_select(dim, rows), dims, state)
 
 
+def rows_at(frames: Tensor, places: Tensor) -> Tensor:
+    """Return the frames `[B, K, D]` of a batch at places `[B, K]`."""
+    return frames[torch.arange(len(frames), device=frames.device)[:, None], places]
+
+
 class Network:
     """The user's predictor and joint network, with checks of what they return."""
 
@@ -376,28 +381,27 @@ class PhraseBoosts:
     """
 
     def __init__(self, boosts: Sequence[PhraseBoost | None], C: int, device: torch.device) -> None:
-        given = [boost for boost in boosts if boost is not None]
-        none = given[0] if len(given) == len(boosts) else PhraseBoost([], [""] * C, 0.0)
-        each = [none if boost is None else boost for boost in boosts]
-        arcs = {boost: boost.to("cpu")._arcs for boost in each}
-        sizes = [len(of_boost.credits) for of_boost in arcs.values()]
+        arcs = {
+            boost: automaton({}, C) if boost is None else boost.to("cpu")._arcs
+            for boost in dict.fromkeys(boosts)
+        }
+        sizes = [len(x.credits) for x in arcs.values()]
         firsts = {boost: sum(sizes[:i]) for i, boost in enumerate(arcs)}
-        parts = [(firsts[boost], of_boost) for boost, of_boost in arcs.items()]
+        parts = [(firsts[boost], x) for boost, x in arcs.items()]
         _, no_pair = parts[0]  # the first pair of each is none
-
-        def joined(tensors: Iterable[Tensor]) -> Tensor:
-            return torch.cat(list(tensors)).to(device)
-
-        self._pairs = joined([no_pair.pairs[:1], *(x.pairs[1:] + first * C for first, x in parts)])
-        self._targets = joined([no_pair.targets[:1], *(x.targets[1:] + f for f, x in parts)])
-        self._scores = joined([no_pair.scores[:1], *(x.scores[1:] for _, x in parts)])
-        self._credits = joined(x.credits for _, x in parts)
-        # The arcs of each automaton that are in no pair, and the automaton of each state.
-        self._start_targets = joined(x.start_targets[None] + first for first, x in parts)
-        self._start_scores = joined(x.start_scores[None] for _, x in parts)
-        owners = (torch.full_like(x.credits, i).long() for i, (_, x) in enumerate(parts))
-        self._owners = joined(owners)
-        self._roots = no_pair.pairs.new_tensor([firsts[boost] for boost in each]).to(device)
+        of_all = Arcs(
+            pairs=torch.cat([no_pair.pairs[:1], *(x.pairs[1:] + f * C for f, x in parts)]),
+            targets=torch.cat([no_pair.targets[:1], *(x.targets[1:] + f for f, x in parts)]),
+            scores=torch.cat([no_pair.scores[:1], *(x.scores[1:] for _, x in parts)]),
+            # The arcs of each automaton that are in no pair, `[number of automata, C]`.
+            start_targets=torch.stack([x.start_targets + f for f, x in parts]),
+            start_scores=torch.stack([x.start_scores for _, x in parts]),
+            credits=torch.cat([x.credits for _, x in parts]),
+        )
+        self._arcs = Arcs(*(x.to(device) for x in of_all))
+        owners = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes))
+        self._owners = owners.to(device)  # the automaton of each state
+        self._roots = torch.tensor([firsts[boost] for boost in boosts]).to(device)
 
     def start(self, B: int) -> Tensor:
         """Return the state of each utterance before its first label."""
@@ -405,18 +409,12 @@ class PhraseBoosts:
 
     def advance(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return what each label adds after each state, `[R, C]`, and the states that follow."""
-        owners = self._owners[states]
-        C = self._start_targets.shape[1]
-        pairs = states[:, None] * C + torch.arange(C, device=states.device)
-        places = torch.searchsorted(self._pairs, pairs).clamp_(max=len(self._pairs) - 1)
-        differs = self._pairs[places] == pairs
-        scores = torch.where(differs, self._scores[places], self._start_scores[owners])
-        following = torch.where(differs, self._targets[places], self._start_targets[owners])
-        return scores - self._credits[states, None], following
+        owners, arcs = self._owners[states], self._arcs
+        return follow(arcs, states, arcs.start_targets[owners], arcs.start_scores[owners])
 
     def final(self, states: Tensor) -> Tensor:
         """Return what the end adds, `[R]`: it takes back the credit of an open phrase."""
-        return -self._credits[states]
+        return -self._arcs.credits[states]
 
 
 def weighted(scores: Tensor, weight: float) -> Tensor:
@@ -445,7 +443,7 @@ class LabelModels:
                     raise TypeError(
                         f"boost[{i}]: expected a PhraseBoost or None, got {type(each).__name__}"
                     )
-            columns = {len(each._arcs.start_targets) for each in boost if each is not None}
+            columns = {each.number_of_labels for each in boost if each is not None}
             if len(columns) > 1:
                 raise ValueError(f"boost: expected equal numbers of labels, got {sorted(columns)}")
             for C in columns:

@@ -30,6 +30,7 @@ from .transducer_common import (
     Written,
     leaves_of,
     own_copy,
+    rows_at,
     table,
     write_rows,
 )
@@ -94,8 +95,7 @@ def shown_frames(encoder: Tensor, t: Tensor, lengths: Tensor) -> Tensor:
     A frame past the length may hold anything and is never read where there is another one.
     """
     places = t[:, None] + torch.arange(FRAMES_AT_ONCE, device=t.device)
-    shown = torch.minimum(places, lengths[:, None] - 1).clamp_(min=0)
-    return encoder[torch.arange(len(t), device=t.device)[:, None], shown]
+    return rows_at(encoder, torch.minimum(places, lengths[:, None] - 1).clamp_(min=0))
 
 
 def advance(
@@ -227,5 +227,7 @@ def greedy_search(
         steps=written.steps[:, None, :S],
         durations=written.durations[:, None, :S],
         token_scores=written.token_scores[:, None, :S].to(dtype),
-        state=TransducerState(output, predictor, (walk.t - lengths).clamp(min=0), model_states),
+        state=TransducerState(
+            output, predictor, (walk.t - lengths).clamp(min=0), model_states, models.boosts
+        ),
     )

@@ -22,6 +22,7 @@ from .transducer_common import (
     Network,
     Progress,
     TransducerBeamState,
+    rows_at,
 )
 
 
@@ -112,11 +113,6 @@ def with_kept_frames(
     place = torch.arange(frames.shape[1], device=frames.device)
     place = torch.where(place < held, place, (place - held + K).clamp(max=len(place) - 1))
     return rows_at(frames, place), state.lengths + lengths
-
-
-def rows_at(frames: Tensor, places: Tensor) -> Tensor:
-    """Return the frames `[B, K, D]` of a batch at places `[B, K]`."""
-    return frames[torch.arange(len(frames), device=frames.device)[:, None], places]
 
 
 def later_state(

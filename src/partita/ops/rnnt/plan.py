@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ...runtime.dtypes import acc_dtype
 from ...runtime.sizes import choose, decide, larger, smaller
-from ..linear_heads.plan import check_plan, padded_width
+from ..linear_heads.plan import MemoryPlan, check_plan, padded_width
 
 DEFAULT_BUDGET = 2**30  # bytes of workspace if no budget is given
 # Bytes of logits in a chunk beyond which the products do not become faster.
@@ -26,7 +24,7 @@ TOO_SMALL = "the workspace does not hold all logits, so they are computed for ea
 UNREDUCED = "the factor of each loss is known in the backward pass only, which computes logits anew"
 
 
-class RNNTPlan(NamedTuple):
+class RNNTPlan(MemoryPlan):
     """The way in which `linear_rnnt_loss` cuts the joint into chunks.
 
     Fields:
@@ -40,11 +38,7 @@ class RNNTPlan(NamedTuple):
         reason: why this plan was chosen.
     """
 
-    name: str
-    chunk: int
-    workspace_bytes: int
-    flops: int
-    reason: str
+    __slots__ = ()
 
 
 def linear_rnnt_plan(

@@ -117,33 +117,6 @@ def tile_ptrs(x, tile):
 
 
 @triton.jit
-def by_lane(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Reshape a block [ROWS, BLOCK] to [ROWS, ., LANES, VECTOR].
-
-    Axes 1 and 3 then have what one thread loads of a row. If there is one lane, the block stays as
-    it is.
-    """
-    if LANES == 1:
-        return x
-    else:
-        return tl.reshape(x, [x.shape[0], x.shape[1] // (LANES * VECTOR), LANES, VECTOR])
-
-
-@triton.jit
-def lane_sum(x, EXACT: tl.constexpr):
-    """Return the sum of each lane in fp64, [ROWS, LANES], of a block of `by_lane`.
-
-    EXACT adds all terms in fp64. A result in fp32 needs that if one lane has the whole row.
-    """
-    if EXACT:
-        x = x.to(tl.float64)
-    if len(x.shape) == 2:
-        return tl.sum(x, axis=1)[:, None].to(tl.float64)
-    else:
-        return tl.sum(tl.sum(x, axis=3), axis=1).to(tl.float64)
-
-
-@triton.jit
 def of_lanes(value):
     """Reshape a value of each lane, [ROWS, LANES], to broadcast with a block of classes."""
     return value[None, None]

@@ -8,6 +8,7 @@ k-mer.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,10 @@ from ....primitives.cpu.logits import fill_row
 from ....runtime.sizes import next_power_of_2
 from ...chain.cpu.logz import chain_gradient, chain_logz
 from ...chain.cpu.paths import chain_scan, chain_viterbi
+from .. import common
 from ..basecalls import Basecalls, empty_basecalls
-from ..common import ChainFunctions, empty_posteriors, path_and_posteriors
+from ..common import empty_posteriors
 from .beam import LABEL_SHIFT, NEW, empty_trie, insert, log_add, node_of
-
-CHAIN = ChainFunctions(chain_viterbi, chain_scan, chain_logz, chain_gradient)
 
 # The numbers of a prefix: the log of the sum over its paths, and the score of the best of them.
 SCORE, BEST = range(2)
@@ -264,12 +264,11 @@ def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor,
     return found
 
 
-def ctc_crf_path(
-    scores: Tensor, source: Tensor, input_lengths: Tensor, beam_width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a path and the posteriors for its qualities, as the reference does."""
-    own = ctc_crf_beam_search, ctc_crf_base_posteriors
-    return path_and_posteriors(CHAIN, *own, scores, source, input_lengths, beam_width)
+FUNCTIONS = common.PathFunctions(
+    *(chain_viterbi, chain_scan, chain_logz, chain_gradient),
+    *(ctc_crf_beam_search, ctc_crf_base_posteriors),
+)
+ctc_crf_path = functools.partial(common.ctc_crf_path, FUNCTIONS)
 
 
 @jit(nogil=True)

@@ -17,8 +17,9 @@ from ...chain.gpu.launch_paths import (
     posterior_buffers,
 )
 from ...ctc_crf.common import zero_ends
+from .. import common
 from ..basecalls import Basecalls, empty_basecalls
-from ..common import ChainFunctions, empty_path, empty_posteriors, path_and_posteriors
+from ..common import empty_path, empty_posteriors
 from .crf_beam import (
     HASHES,
     INTEGERS,
@@ -52,9 +53,7 @@ def ctc_crf_path(
     T, N, C, A = scores.shape
     buffers = posterior_buffers(scores, source, A - 1)
     if buffers is None:
-        chain = ChainFunctions(chain_viterbi, chain_scan, chain_logz, chain_gradient)
-        own = ctc_crf_beam_search, ctc_crf_base_posteriors
-        return path_and_posteriors(chain, *own, scores, source, input_lengths, beam_width)
+        return common.ctc_crf_path(FUNCTIONS, scores, source, input_lengths, beam_width)
     lengths, ends = input_lengths.contiguous(), zero_ends(scores)
     by_base, first = empty_posteriors(scores)
     chain_inputs = ChainPotentials(scores, source, ends, ends, lengths)
@@ -202,6 +201,12 @@ def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor,
     )
     launch_first(edges, lengths, first, T, A - 1, False)
     return by_base, first
+
+
+FUNCTIONS = common.PathFunctions(
+    *(chain_viterbi, chain_scan, chain_logz, chain_gradient),
+    *(ctc_crf_beam_search, ctc_crf_base_posteriors),
+)
 
 
 def launch_first(
