@@ -248,15 +248,9 @@ class LinearRows(torch.autograd.Function):
         if is_double_backward(*grads, *head):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
+        numbers = (len(head[1]), options.temperature, options.ignore_index)
         coefficients = gradient_coefficients(
-            options.used(grads),
-            target,
-            class_weight,
-            statistics.entropy,
-            len(head[1]),
-            options.temperature,
-            options.ignore_index,
-            statistics.maximum.dtype,
+            options.used(grads), target, class_weight, statistics.entropy, *numbers
         )
         of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
         tensors = (*coefficients, *head, *ctx.products, *of_rows)

@@ -68,17 +68,11 @@ Classes = int | Sequence[int] | None  # the `classes` argument of the public fun
 
 
 class VocabShard(NamedTuple):
-    """The classes that this rank has, among those of all ranks.
+    """The classes that this rank has, among those of all ranks."""
 
-    Fields:
-        group: the name of the process group.
-        sizes: the number of classes of each rank, in rank order.
-        rank: the index of this rank in the group.
-    """
-
-    group: Any
-    sizes: tuple[int, ...]
-    rank: int
+    group: Any  # the name of the process group
+    sizes: tuple[int, ...]  # the number of classes of each rank, in rank order
+    rank: int  # the index of this rank in the group
 
     @property
     def first_class(self) -> int:

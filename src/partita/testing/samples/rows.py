@@ -264,10 +264,10 @@ def _distillation(draw: Draw, sizes: Sizes) -> Inputs:
     return {**_divergence(draw, sizes), **labels(draw, sizes), "weights": TERMS}
 
 
-def best_classes(logits: Tensor, k: int = 3) -> TopK:
-    """Return the best classes of each row, and the log-sum-exp of all."""
+def best_classes(logits: Tensor) -> TopK:
+    """Return the three best classes of each row, and the log-sum-exp of all."""
     x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    best = x.log_softmax(-1).topk(min(k, x.shape[-1]))
+    best = x.log_softmax(-1).topk(min(3, x.shape[-1]))
     return TopK(best.values, best.indices, x.logsumexp(-1))
 
 

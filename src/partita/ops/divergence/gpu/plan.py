@@ -21,17 +21,11 @@ MIXTURE_REGISTERS = 80  # of a thread, with which a multiprocessor has six progr
 
 
 class MixturePlan(NamedTuple):
-    """The programs that keep their parts of a row of both logits in registers.
+    """The programs that keep their parts of a row of both logits in registers."""
 
-    Fields:
-        splits: the programs of a row.
-        classes_per_program: the classes of a program. The last program has the rest.
-        blocks: the blocks of these classes. All but the last are full, also in the last program.
-    """
-
-    splits: int
-    classes_per_program: int
-    blocks: int
+    splits: int  # the programs of a row
+    classes_per_program: int  # the classes of a program. The last program has the rest.
+    blocks: int  # the blocks of these classes. All but the last are full, also in the last program.
 
 
 def mixture_plan(classes: int) -> MixturePlan | None:
@@ -54,20 +48,13 @@ def mixture_plan(classes: int) -> MixturePlan | None:
 
 
 class OnePassPlan(NamedTuple):
-    """The programs that share a row of both logits.
+    """The programs that share a row of both logits."""
 
-    Fields:
-        block: the classes that a program reads at once.
-        splits: the programs of a row.
-        classes_per_program: the classes of a program, a multiple of the block. The last program
-            has the rest.
-        num_warps: the warps of a program.
-    """
-
-    block: int
-    splits: int
+    block: int  # the classes that a program reads at once
+    splits: int  # the programs of a row
+    # The classes of a program, a multiple of the block. The last program has the rest.
     classes_per_program: int
-    num_warps: int
+    num_warps: int  # the warps of a program
 
 
 def one_pass_plan(classes: int, itemsize: int, target: Target) -> OnePassPlan | None:
