@@ -249,7 +249,6 @@ def similarities_of_chunks(
     """Yield the rows of each chunk and their similarities.
 
     Args:
-        a, b: features.
         size, multiplies: of `planned_chunks`.
         saved: memory for the similarities of all rows. If it is empty, chunks share memory.
         are_known: whether they have been computed.

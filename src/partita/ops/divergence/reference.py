@@ -90,12 +90,9 @@ def label_logit(x: Tensor, target: Tensor, first: int) -> Tensor:
 def divergence(
     logits: Tensor, teacher_logits: Tensor, target: Tensor | None, options: TermOptions
 ) -> DivergenceRows:
-    """Compute the terms of each row of the student's logits and the teacher's.
+    """Compute the terms of each row of the student's logits and the teacher's, `[..., C]`.
 
-    Args:
-        logits, teacher_logits: `[..., C]`.
-        target: the labels `[...]`, or None without the term `hard`.
-        options: which terms, and how.
+    The labels are `[...]`, or None without the term `hard`.
     """
     dtype, (_, *numbers, ignored) = acc_dtype(logits.dtype), options[6:]
     x, maximum = scaled_rows(logits, *numbers)

@@ -12,11 +12,7 @@ from ...runtime.dtypes import acc_dtype
 def linear_entries(input: Tensor, weight: Tensor, rows: Tensor, classes: Tensor) -> Tensor:
     """Return the dot products of E entries, 0 for those whose class the matrix does not have.
 
-    Args:
-        input: hidden states `[M, H]`.
-        weight: the matrix `[C, H]`.
-        rows: the row of each entry, `[E]`.
-        classes: the class of each entry, `[E]`.
+    Hidden states are `[M, H]`, the matrix is `[C, H]`, and rows and classes of entries are `[E]`.
     """
     x = input.new_zeros(len(rows), dtype=acc_dtype(input.dtype))
     own = ((classes >= 0) & (classes < len(weight))).nonzero()[:, 0]

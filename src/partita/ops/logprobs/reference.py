@@ -65,14 +65,9 @@ def is_one_of(ids: Tensor, first: int, width: int) -> Tensor:
 def accumulate_rest(
     logits: Tensor, first: int, ids: Tensor, rest: Tensor, temperature: float, softcap: float
 ) -> None:
-    """Update the statistics of the rest with the classes from `first` on that are no ids.
+    """Update the rest in place with the logits of the classes from `first` on that are no ids.
 
-    Args:
-        logits: the logits of these classes, `[..., C]`.
-        first: the first of them.
-        ids: `[..., K]` int64.
-        rest: maximum and sum of the rest, `[..., 2]`, updated in place.
-        temperature, softcap: the options.
+    The logits are `[..., C]`, the ids `[..., K]`, and maximum and sum of the rest `[..., 2]`.
     """
     is_id = is_one_of(ids, first, logits.shape[-1])
     x = softcapped(logits, softcap).masked_fill(is_id, -torch.inf)

@@ -29,11 +29,7 @@ class MixturePlan(NamedTuple):
 
 
 def mixture_plan(classes: int) -> MixturePlan | None:
-    """Return the plan of rows of 16-bit logits in whole vectors, or None where another serves them.
-
-    Args:
-        classes: the number of classes.
-    """
+    """Return the plan of rows of 16-bit logits in whole vectors, or None for other rows."""
     if 2 * classes <= MAX_WHOLE_BYTES:
         return None
     vector = 2 * MIXTURE_WORDS
@@ -58,17 +54,12 @@ class OnePassPlan(NamedTuple):
 
 
 def one_pass_plan(classes: int, itemsize: int, target: Target) -> OnePassPlan | None:
-    """Return the plan of rows of adjacent classes, or None if two passes serve them.
-
-    Args:
-        classes: the number of classes.
-        itemsize: the bytes of a logit.
-        target: the GPU; programs of the interpreter cannot wait for one another.
-    """
+    """Return the plan of rows of adjacent classes, or None if two passes serve them."""
     if itemsize > 4:
         return None  # a pair of statistics has to fit 64 bits
     block = min(BLOCK_BYTES // itemsize, next_power_of_2(max(classes, 2)))
     splits = 1
+    # Programs of the interpreter cannot wait for one another.
     if not target.interpreted and classes * itemsize > MAX_WHOLE_BYTES:
         splits = min(cdiv(classes * itemsize, PART_BYTES), MAX_SPLITS)
     per_program = cdiv(cdiv(classes, splits), block) * block
