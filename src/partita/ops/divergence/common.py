@@ -89,7 +89,6 @@ class TermOptions(NamedTuple):
 
     @property
     def terms(self) -> Terms:
-        """Return which terms are computed."""
         return Terms(*self[:5])
 
     @property
@@ -99,7 +98,6 @@ class TermOptions(NamedTuple):
 
     @property
     def sums(self) -> Sums:
-        """Return which sums are needed."""
         return Sums(self.kl, self.reverse_kl, self.hard)
 
     @property

@@ -70,7 +70,6 @@ class Head(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The fields that are tensors."""
         return self[:5]
 
     @property
@@ -137,7 +136,6 @@ class Head(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        """Return which gradients are needed."""
         if not torch.is_grad_enabled():
             return Wanted(False, False, False)
         return Wanted(*(requires_grad(each) for each in self.tensors))

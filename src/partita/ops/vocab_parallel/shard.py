@@ -148,11 +148,6 @@ def sum_over_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
     return _collectives.all_reduce(tensor, "sum", shard.group)
 
 
-def sum_and_scatter(tensor: Tensor, shard: VocabShard) -> Tensor:
-    """Start the sum over the ranks, and return this rank's share of it, a tensor to wait for."""
-    return _collectives.reduce_scatter_tensor(tensor, "sum", len(shard.sizes), shard.group)
-
-
 def sum_of_rows(
     rows: Tensor, shard: VocabShard, dtype: torch.dtype, invariant: bool, scattered: bool = False
 ) -> Callable[[], Tensor]:
@@ -165,8 +160,10 @@ def sum_of_rows(
     """
     world = len(shard.sizes)
     if not invariant or world < 3:
-        start = sum_and_scatter if scattered else sum_over_ranks
-        unfinished = start(rows, shard)
+        if scattered:
+            unfinished = _collectives.reduce_scatter_tensor(rows, "sum", world, shard.group)
+        else:
+            unfinished = sum_over_ranks(rows, shard)
         return lambda: wait_for(unfinished).to(dtype)
     number, missing = len(rows), -len(rows) % world
     filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -118,8 +118,6 @@ def _named_logits(draw: Draw, sizes: Sizes) -> Inputs:
 
 
 STATISTICS: dict[str, Any] = {"temperature and softcap": {"temperature": 0.7, "softcap": 5.0}}
-
-
 RULES = {"top_k": 5, "top_p": 0.8, "min_p": 0.01}
 
 
