@@ -175,3 +175,10 @@ def test_classes_in_the_second_dimension(shape: tuple[int, ...], monkeypatch) ->
         ):
             assert torch.equal(a, b) and a.stride() == b.stride()
         monkeypatch.undo()
+
+
+def test_chunks_have_an_element_even_where_none_is_asked_for() -> None:
+    """Hidden states of more numbers than a chunk may have are still computed one by one."""
+    for total, size in ((0, 0), (3, 0), (5, 2), (4, 4)):
+        parts = [range(total)[part] for part in rows.chunks(total, size)]
+        assert [i for part in parts for i in part] == [*range(total)]

@@ -32,7 +32,6 @@ MIN_STEPS = 16  # with fewer steps, k-mers get shorter first
 # koi has this number too. The gradient of logaddexp is NaN where both arguments are infinite.
 UNREACHED = -1e30
 
-
 FULL_SIZES = (  # steps, sequences, classes, shortest and longest target
     (500, 128, 20, 80, 100),
     (1000, 64, 32, 100, 200),

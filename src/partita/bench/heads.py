@@ -206,11 +206,8 @@ TORCH: dict[str, Function] = {
 }
 
 
-# The yardstick: the bare matrix products.
-
-
 class _Products(torch.autograd.Function):
-    """The logits of a head and its gradients, after the logits of a teacher where there is one.
+    """The bare products of a head: logits, after those of a teacher if there is one, and gradients.
 
     The logits are computed into existing memory, and count as their own gradient.
     """
@@ -251,9 +248,6 @@ def frozen_products() -> Function:
         return bare(hidden, matrix, target) + 0 * (A.sum() + B.sum())
 
     return function
-
-
-# Partita, with the workspace that a budget computes from the inputs.
 
 
 def partita_linear(budget: Callable[..., int]) -> Function:

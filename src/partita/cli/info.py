@@ -132,12 +132,6 @@ def _devices() -> list[list[str]]:
     return rows
 
 
-def with_gpu() -> str:
-    """Return what would serve the ops on a machine with a GPU."""
-    absent = "" if has_triton() else f", once {EXTRAS['triton'][1]} has brought them"
-    return f"With a GPU, Triton's kernels would serve every op on its tensors{absent}."
-
-
 def no_gpu() -> str:
     """Return why there is no GPU, and what helps."""
     if torch.version.cuda is None and torch.version.hip is None:
@@ -178,7 +172,9 @@ def tables() -> list[Table]:
 def notes() -> list[str]:
     """Return what launches the kernels, or why the kernels for GPUs serve nothing here."""
     if not torch.cuda.is_available():
-        return [no_gpu(), with_gpu()]
+        absent = "" if has_triton() else f", once {EXTRAS['triton'][1]} has brought them"
+        with_gpu = f"With a GPU, Triton's kernels would serve every op on its tensors{absent}."
+        return [no_gpu(), with_gpu]
     if has_triton():
         return [f"Launches: {launcher.status()}."]
     return [f"The GPU is served by PyTorch, because triton is not installed: {EXTRAS['triton'][1]}"]

@@ -198,7 +198,9 @@ def generalized_jsd_loss(
             reduction="mean" if is_mean else "sum",
         )
     if num_items_in_batch is not None:
-        return loss / _on_device(num_items_in_batch, loss)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss / num_items_in_batch
     if reduction == "mean":
         return loss / student_logits.shape[-1]
     if reduction == "sum":
@@ -501,10 +503,6 @@ def _is_partitioned(weight: Tensor) -> bool:
 
 def _warn_of_own(reason: str) -> None:
     warnings.warn(f"partita.integrations.trl: TRL's own function runs, as {reason}", stacklevel=3)
-
-
-def _on_device(number: Tensor | int, like: Tensor) -> Tensor | int:
-    return number.to(like.device) if isinstance(number, Tensor) else number
 
 
 def _in_dtype(found: Tensor, logits: Tensor) -> Tensor:

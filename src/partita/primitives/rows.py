@@ -25,8 +25,9 @@ def finite_shift(maximum: Tensor) -> Tensor:
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:
-    """Return slices of at most `size` elements that cover `total` elements."""
-    return (slice(first, min(first + size, total)) for first in range(0, total, max(size, 1)))
+    """Return slices of at most `size` elements, or of one, that cover `total` elements."""
+    size = max(size, 1)
+    return (slice(first, min(first + size, total)) for first in range(0, total, size))
 
 
 def row_chunks(rows: Tensor) -> Iterator[slice]:

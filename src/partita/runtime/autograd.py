@@ -218,23 +218,18 @@ def takes(op: Any, *more: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 @dataclass(eq=False)
 class DifferentiableOp:
-    """An op on rows that is differentiable in its first tensor.
+    """An op on rows that is differentiable in its first tensor."""
 
-    Fields:
-        op: the op. Its last argument is the backend.
-        backward: the op of the gradient. It takes the gradients of the differentiable results, the
-            saved tensors and options, and the backend.
-        reference: the same in plain PyTorch, without the backend. It is differentiated again in
-            the gradients and in the first saved tensor.
-        saves: returns tensors and options to save from the op's arguments and its results.
-        results: how many of the results are differentiable, from the first on.
-    """
-
-    op: Any
+    op: Any  # the op. Its last argument is the backend.
+    # The op of the gradient. It takes the gradients of the differentiable results, the saved
+    # tensors and options, and the backend.
     backward: Any
+    # The same in plain PyTorch, without the backend. It is differentiated again in the gradients
+    # and in the first saved tensor.
     reference: Callable[..., Tensor]
+    # Returns tensors and options to save from the op's arguments and its results.
     saves: Callable[[tuple[Any, ...], Any], tuple[Sequence[Tensor], Sequence[Any]]]
-    results: int = 1
+    results: int = 1  # how many of the results are differentiable, from the first on
 
     def __call__(self, first: Tensor, second: Any, *rest: Any) -> Any:
         if needs_no_derivative(first):
@@ -288,21 +283,15 @@ class RowsFunction(torch.autograd.Function):
 
 
 def double_backward(
-    function: Callable[..., Any],
-    inputs: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-    grads: Any,
+    function: Callable[..., Any],  # returns a tensor, or a sequence of them
+    inputs: Sequence[Tensor | None],  # its arguments
+    wanted: Sequence[bool],  # whether the gradient of each input is wanted
+    grads: Any,  # the gradients of what the function returns, in the same structure
 ) -> tuple[Tensor | None, ...]:
     """Return the differentiable gradients of `function(*inputs)` in the wanted inputs.
 
     Each gradient is taken through its own view of the input. Where one input is a function of
     another, the caller's graph follows that path, so the gradient here does not include it.
-
-    Args:
-        function: returns a tensor, or a sequence of them.
-        inputs: its arguments.
-        wanted: whether the gradient of each input is wanted.
-        grads: the gradients of what the function returns, in the same structure.
     """
     chosen = [i for i, wants in enumerate(wanted) if wants and inputs[i] is not None]
 

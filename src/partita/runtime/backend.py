@@ -168,15 +168,10 @@ def interpreting() -> bool:
 
 
 def resolve(name: str, device: torch.device, *, has_cpu: bool) -> Table:
-    """Return the table that serves a call on `device`.
-
-    Args:
-        name: the backend that the user chose.
-        device: the device of the call's tensors.
-        has_cpu: whether the op has Numba kernels.
+    """Return the table that serves a call of an op, which has Numba kernels if `has_cpu`.
 
     Raises:
-        RuntimeError: the backend that the user chose cannot serve the call.
+        RuntimeError: the backend of this name cannot serve the call.
     """
     if name == "auto":
         if device.type == "cuda" and has_triton():

@@ -197,27 +197,18 @@ def first_index(mask: Tensor) -> tuple[int, ...] | None:
 def values(
     name: str,
     value: Tensor,
+    # low, high: the range, with its ends
     low: int,
     high: int,
+    # Tells the range in words. A compiler that traced a text would fix its sizes.
     expected: Callable[[], str],
     *,
-    also: int | None = None,
-    never: int | None = None,
-    counts: Tensor | None = None,
+    also: int | None = None,  # one more number that is allowed
+    never: int | None = None,  # a number of the range that is not allowed
+    counts: Tensor | None = None,  # the mask of the numbers that count; all if None
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise with the first number that is out of its range, where values are checked.
-
-    Args:
-        name: the name of the argument.
-        value: the numbers.
-        low, high: the range, with its ends.
-        expected: tells the range in words. A compiler that traced a text would fix its sizes.
-        also: one more number that is allowed.
-        never: a number of the range that is not allowed.
-        counts: the mask of the numbers that count; all if None.
-        error: the class of the error.
-    """
+    """Raise with the first number that is out of its range, where values are checked."""
     if not can_check_values(value) or not value.numel():
         return
     value = value.long()  # a narrow type would wrap the bounds
@@ -255,23 +246,16 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
 
 
 def target_labels(
-    targets: Tensor,
-    target_lengths: Tensor,
+    targets: Tensor,  # [N, S], or all labels one after another
+    target_lengths: Tensor,  # [N]
+    # low, high: the range of labels, with its ends
     low: int,
     high: int,
     *,
-    star: int | None = None,
-    blank: int | None = None,
+    star: int | None = None,  # one more label that is allowed
+    blank: int | None = None,  # a label of the range that is not allowed
 ) -> None:
-    """Raise for the first length or label of the targets of sequences that is out of its range.
-
-    Args:
-        targets: `[N, S]`, or all labels one after another.
-        target_lengths: `[N]`.
-        low, high: the range of labels, with its ends.
-        star: one more label that is allowed.
-        blank: a label of the range that is not allowed.
-    """
+    """Raise for the first length or label of the targets of sequences that is out of its range."""
 
     def expected() -> str:
         others = "" if star is None else f" or the star {star}"

@@ -56,24 +56,17 @@ _side = threading.local()
 
 
 def build(
-    exchange: Any,
-    knobs: Any,
-    driver: Mapping[str, int],
+    exchange: Any,  # PyTorch's table of DLPack functions, a capsule
+    knobs: Any,  # the object with Triton's launch hooks
+    driver: Mapping[str, int],  # the address of each of the `DRIVER_FUNCTIONS`
+    # A function of size, stride and dtype that returns a tensor on the current device.
     allocate: Any,
+    # A function of no arguments that returns the index of PyTorch's current device. Calls with
+    # tensors on another one are left to Python.
     current_device: Any,
-    device_type: int = CUDA,
+    device_type: int = CUDA,  # the number that DLPack has for the devices to serve
 ) -> Any:
-    """Compile the C module, or load it from Triton's cache, and connect it.
-
-    Args:
-        exchange: PyTorch's table of DLPack functions, a capsule.
-        knobs: the object with Triton's launch hooks.
-        driver: the address of each of the `DRIVER_FUNCTIONS`.
-        allocate: a function of size, stride and dtype that returns a tensor on the current device.
-        current_device: a function of no arguments that returns the index of PyTorch's current
-            device. Calls with tensors on another one are left to Python.
-        device_type: the number that DLPack has for the devices to serve.
-    """
+    """Compile the C module, or load it from Triton's cache, and connect it."""
     folder = Path(__file__).parent
     source = (folder / "launcher.c").read_text()
     for name in INCLUDED:  # in one source text, because it is the key of Triton's cache

@@ -155,9 +155,9 @@ class Recorder(TorchDispatchMode):
         elif func in FILLS:
             position = FILLS[func]
             self._fill(args[0], 0 if position is None else args[position])
-        elif has_no_tensors(args, result):
-            pass  # such as torch.promote_types
-        elif not func.is_view:
+        elif not func.is_view and any(
+            isinstance(value, (Tensor, list, tuple)) for value in (*args, result)
+        ):  # Others neither read nor make a tensor, such as torch.promote_types.
             self.refuse(f"it calls {func}")
 
     def _allocate(self, tensor: Tensor) -> None:
@@ -290,11 +290,6 @@ class Recorder(TorchDispatchMode):
         if (size, stride) == spec[:2]:
             return output
         return output, size, stride, address.offset // tensor.element_size()
-
-
-def has_no_tensors(args: tuple[Any, ...], result: Any) -> bool:
-    """Return whether a function neither reads nor makes a tensor, nor a list of them."""
-    return not any(isinstance(value, (Tensor, list, tuple)) for value in (*args, result))
 
 
 def _bits(value: float, letter: str) -> int:

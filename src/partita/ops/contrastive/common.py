@@ -36,12 +36,9 @@ MOST_ROWS = 2**14  # of a chunk whose gradient alone is in memory; products of m
 
 
 class Product(NamedTuple):
-    """The factors of similarities that a kernel computes, a @ b.T, without memory for them.
+    """The factors of similarities that a kernel computes, a @ b.T, without memory for them."""
 
-    Fields:
-        a, b: features of rows and columns, `[R, D]` and `[C, D]`.
-    """
-
+    # a, b: features of rows and columns, [R, D] and [C, D]
     a: Tensor
     b: Tensor
 
@@ -51,72 +48,51 @@ class Product(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """A chunk of logits, scale * similarities + bias.
+    """A chunk of logits, scale * similarities + bias."""
 
-    Fields:
-        similarities: the products of some rows with all columns, `[R, C]` in the accumulator's
-            dtype; the columns of a row are adjacent. Or the `Product` that gives them.
-        scale: `[]`.
-        bias: `[]`, or None for 0.
-        first: the column that is the pair of the first row. That of the next row is the next.
-    """
-
+    # The products of some rows with all columns, [R, C] in the accumulator's dtype; the columns of
+    # a row are adjacent. Or the `Product` that gives them.
     similarities: Any
-    scale: Tensor
-    bias: Tensor | None
-    first: int
+    scale: Tensor  # []
+    bias: Tensor | None  # [], or None for 0
+    first: int  # the column that is the pair of the first row. That of the next row is the next.
 
 
 class LogSumExp(NamedTuple):
-    """Log-sum-exps as maximum + log(total), or sums alone.
+    """Log-sum-exps as maximum + log(total), or sums alone."""
 
-    Fields:
-        maximum: the maximum of the logits, `[K]`, or None. It is 0 for rows of sigmoids.
-        total: the sum of exp(logit - maximum), `[K]`. For rows of sigmoids it is their loss.
-    """
-
-    maximum: Any
-    total: Tensor
+    maximum: Any  # the maximum of the logits, [K], or None. It is 0 for rows of sigmoids.
+    total: Tensor  # the sum of exp(logit - maximum), [K]. For rows of sigmoids it is their loss.
 
 
 class ContrastiveKernels(NamedTuple):
-    """The functions of one backend that read a chunk of logits.
+    """The functions of one backend that read a chunk of logits."""
 
-    Fields:
-        scan: takes `Logits`, whether they are those of sigmoids, the `LogSumExp` of their rows,
-            memory for the logit of each row's pair `[R]`, and the `LogSumExp` of all columns or
-            None. It writes all of them, or adds the columns to what earlier chunks have written.
-        gradient: takes `Logits`, whether they are those of sigmoids, the `LogSumExp` of rows, that
-            of columns or None, a factor, and memory. It writes the gradient of the logits times the
-            factor `[R, C]`, and the sums of each row, `[2, R]`: of the gradient times the
-            similarity, and of the gradient.
-        multiplies: takes the features, and returns whether the other functions take their
-            `Product` instead of the similarities, and are faster with it.
-    """
-
+    # Takes `Logits`, whether they are those of sigmoids, the `LogSumExp` of their rows, memory for
+    # the logit of each row's pair [R], and the `LogSumExp` of all columns or None. It writes all of
+    # them, or adds the columns to what earlier chunks have written.
     scan: Callable[..., None]
+    # Takes `Logits`, whether they are those of sigmoids, the `LogSumExp` of rows, that of columns
+    # or None, a factor, and memory. It writes the gradient of the logits times the factor [R, C],
+    # and the sums of each row, [2, R]: of the gradient times the similarity, and of the gradient.
     gradient: Callable[..., None]
+    # Takes the features, and returns whether the other functions take their `Product` instead of
+    # the similarities, and are faster with it.
     multiplies: Callable[..., bool] = never
 
 
 class ContrastiveInputs(NamedTuple):
-    """The arguments of a contrastive loss, checked.
+    """The arguments of a contrastive loss, checked."""
 
-    Fields:
-        a, b: features `[n, D]` and `[m, D]` in the dtype of autocast.
-        logit_scale, logit_bias: numbers in the accumulator's dtype, `[]`; no bias is None.
-        is_sigmoid: whether each logit is that of a binary choice.
-        symmetric: whether there is a softmax of each column too.
-        budget: bytes for a chunk of logits.
-    """
-
+    # a, b: features [n, D] and [m, D] in the dtype of autocast
     a: Tensor
     b: Tensor
+    # logit_scale, logit_bias: numbers in the accumulator's dtype, []; no bias is None
     logit_scale: Tensor
     logit_bias: Tensor | None
-    is_sigmoid: bool
-    symmetric: bool
-    budget: int
+    is_sigmoid: bool  # whether each logit is that of a binary choice
+    symmetric: bool  # whether there is a softmax of each column too
+    budget: int  # bytes for a chunk of logits
 
     def saves(self, columns: int) -> bool:
         """Return whether all logits are saved for a gradient; raise unless those of a row fit."""
@@ -273,7 +249,6 @@ def similarities_of_chunks(
     """Yield the rows of each chunk and their similarities.
 
     Args:
-        a, b: features.
         size, multiplies: of `planned_chunks`.
         saved: memory for the similarities of all rows. If it is empty, chunks share memory.
         are_known: whether they have been computed.
@@ -292,27 +267,22 @@ def similarities_of_chunks(
 
 
 def contrastive_state(
+    # a, b: features of the rows [n, D] and of the columns [m, D]
     a: Tensor,
     b: Tensor,
+    # logit_scale, logit_bias: numbers in the accumulator's dtype, []
     logit_scale: Tensor,
     logit_bias: Tensor | None,
-    first: int,
+    first: int,  # the column that is the pair of the first row
+    # is_sigmoid, symmetric, budget: as in `ContrastiveInputs`
     is_sigmoid: bool,
     symmetric: bool,
     budget: int,
-    save: bool,
+    save: bool,  # whether the similarities are saved
     *,
-    kernels: ContrastiveKernels,
+    kernels: ContrastiveKernels,  # the functions of the backend
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the loss of rows and columns follows from, and the similarities if saved.
-
-    Args:
-        a, b: features of the rows `[n, D]` and of the columns `[m, D]`.
-        logit_scale, logit_bias: numbers in the accumulator's dtype, `[]`.
-        first: the column that is the pair of the first row.
-        is_sigmoid, symmetric, budget: as in `ContrastiveInputs`.
-        save: whether the similarities are saved.
-        kernels: the functions of the backend.
 
     Returns:
         The `LogSumExp` of rows and the logits of their pairs, `[3, n]`; that of columns, `[2, m]`;

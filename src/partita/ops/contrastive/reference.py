@@ -15,21 +15,16 @@ from .common import ContrastiveKernels, Logits, LogSumExp
 
 
 def contrastive_loss(
+    # a, b: features [n, D] and [m, D]; row i of both is a pair
     a: Tensor,
     b: Tensor,
+    # logit_scale, logit_bias: numbers in the accumulator's dtype, []
     logit_scale: Tensor,
     logit_bias: Tensor | None,
-    is_sigmoid: bool,
-    symmetric: bool,
+    is_sigmoid: bool,  # whether each logit is that of a binary choice
+    symmetric: bool,  # whether columns have a softmax too
 ) -> Tensor:
-    """Compute the loss of n pairs from all logits at once. This is what the ops mean.
-
-    Args:
-        a, b: features `[n, D]` and `[m, D]`; row i of both is a pair.
-        logit_scale, logit_bias: numbers in the accumulator's dtype, `[]`.
-        is_sigmoid: whether each logit is that of a binary choice.
-        symmetric: whether columns have a softmax too.
-    """
+    """Compute the loss of n pairs from all logits at once. This is what the ops mean."""
     a, b = (x.to(acc_dtype(x.dtype)) for x in (a, b))
     logits = logit_scale * (a @ b.T)
     if is_sigmoid:

@@ -145,11 +145,7 @@ def token_stats(
         >>> stats.logprob, stats.entropy, stats.argmax
         (tensor([-1.3863]), tensor([1.3863]), tensor([0]))
     """
-    check_logits(logits)
-    if target is not None:
-        checks.integer("target", target)
-        checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
-        checks.device("target", target, logits, "logits")
+    check_logits(logits, target)
     checks.python_int("ignore_index", ignore_index)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     if target is None:

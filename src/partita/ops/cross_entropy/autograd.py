@@ -185,18 +185,14 @@ class CrossEntropyRows(torch.autograd.Function):
 
 
 class OnePassLoss(NamedTuple):
-    """A reduced loss that is computed together with its gradients.
+    """A reduced loss that is computed together with its gradients."""
 
-    Fields:
-        run: returns the loss and its gradients from tensors and a tuple of options.
-        composed: returns the loss from the same arguments, differentiable any number of times; None
-            if the gradient takes the place of the logits, and so serves one backward pass.
-        num_tensors: how many of the arguments are tensors that a later backward pass needs.
-    """
-
+    # Returns the loss and its gradients from tensors and a tuple of options.
     run: Callable[..., tuple[Tensor, ...]]
+    # Returns the loss from the same arguments, differentiable any number of times; None if the
+    # gradient takes the place of the logits, and so serves one backward pass.
     composed: Callable[..., Tensor] | None
-    num_tensors: int
+    num_tensors: int  # how many of the arguments are tensors that a later backward pass needs
 
 
 class OnePass(torch.autograd.Function):

@@ -17,21 +17,13 @@ NOT_READ = -(2**62)  # as `ignore_index` of token statistics: rows with this lab
 
 
 class LossOptions(NamedTuple):
-    """The checked options of a loss over labels; see `checked_options`.
+    """The checked options of a loss over labels; see `checked_options`."""
 
-    Fields:
-        ignore_index: the ignored label.
-        label_smoothing: the share of the target that all classes have evenly.
-        softcap: the soft-cap, or 0 for none.
-        z_loss: the factor of the z-loss.
-        reduction: `none`, `mean` or `sum`.
-    """
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
-    reduction: str
+    ignore_index: int  # the ignored label
+    label_smoothing: float  # the share of the target that all classes have evenly
+    softcap: float  # the soft-cap, or 0 for none
+    z_loss: float  # the factor of the z-loss
+    reduction: str  # `none`, `mean` or `sum`
 
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments of `cross_entropy`."""
@@ -69,51 +61,38 @@ def checked_options(
     return LossOptions(ignore_index, *numbers, reduction)
 
 
-def check_logits(logits: Tensor) -> None:
-    """Raise unless these are logits `[..., C]`."""
+def check_logits(logits: Tensor, target: Tensor | None = None) -> None:
+    """Raise unless these are logits `[..., C]` and labels `[...]`."""
     checks.floating("logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
         )
+    if target is not None:
+        checks.integer("target", target)
+        checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
+        checks.device("target", target, logits, "logits")
 
 
 class RowLosses(NamedTuple):
-    """The loss and the statistics of each row, fp32 (fp64 for fp64).
+    """The loss and the statistics of each row, fp32 (fp64 for fp64)."""
 
-    Fields:
-        loss: the loss without the z-loss, 0 where the row is ignored, `[N, ...]`.
-        logsumexp: log-sum-exp of the soft-capped logits, 0 where the row is ignored, `[N, ...]`.
-        maximum: maximum of the soft-capped logits, `[N, ...]`.
-        sumexp: sum of exp(logits - maximum), `[N, ...]`.
-        total_weight: sum of the target weights q, 0 where the row is ignored, `[N, ...]`.
-    """
-
-    loss: Tensor
-    logsumexp: Tensor
-    maximum: Tensor
-    sumexp: Tensor
-    total_weight: Tensor
+    loss: Tensor  # the loss without the z-loss, 0 where the row is ignored, [N, ...]
+    logsumexp: Tensor  # log-sum-exp of the soft-capped logits, 0 where the row is ignored, [N, ...]
+    maximum: Tensor  # maximum of the soft-capped logits, [N, ...]
+    sumexp: Tensor  # sum of exp(logits - maximum), [N, ...]
+    total_weight: Tensor  # sum of the target weights q, 0 where the row is ignored, [N, ...]
 
 
 class TokenStatsRows(NamedTuple):
-    """The token statistics of each row, fp32 (fp64 for fp64), and what their gradient needs.
+    """The token statistics of each row, fp32 (fp64 for fp64), and what their gradient needs."""
 
-    Fields:
-        logprob: log-probability of the target, 0 where it is ignored, `[...]`.
-        logsumexp: log-sum-exp of the soft-capped logits over the temperature, `[...]`.
-        entropy: entropy of the distribution, `[...]`.
-        argmax: the most probable class, int64, `[...]`.
-        maximum: maximum of the soft-capped logits, `[...]`.
-        sumexp: sum of exp((logits - maximum) / temperature), `[...]`.
-    """
-
-    logprob: Tensor
-    logsumexp: Tensor
-    entropy: Tensor
-    argmax: Tensor
-    maximum: Tensor
-    sumexp: Tensor
+    logprob: Tensor  # log-probability of the target, 0 where it is ignored, [...]
+    logsumexp: Tensor  # log-sum-exp of the soft-capped logits over the temperature, [...]
+    entropy: Tensor  # entropy of the distribution, [...]
+    argmax: Tensor  # the most probable class, int64, [...]
+    maximum: Tensor  # maximum of the soft-capped logits, [...]
+    sumexp: Tensor  # sum of exp((logits - maximum) / temperature), [...]
 
 
 def valid_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:

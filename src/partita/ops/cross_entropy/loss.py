@@ -39,11 +39,8 @@ def cross_entropy_over(
     The pass that computes a gradient divides it before it rounds it to a half type. The quotient of
     `cross_entropy(..., reduction="sum")` would round it first.
 
-    Args:
-        input: logits `[M, C]`.
-        target: labels `[M]`.
-        denominator: a number, or a tensor `[]` on the device of the logits, without a gradient.
-        options: those of the loss, whose reduction is a sum.
+    The logits are `[M, C]`, and the reduction of the options is a sum. The denominator is a number,
+    or a tensor `[]` on the device of the logits, without a gradient.
     """
     check_inputs(input, target, None, options.ignore_index)
     loss = native_cross_entropy(input, target, None, options)

@@ -168,10 +168,7 @@ def divergence_of_classes(
 
     Args:
         logp: the student's, `[..., k]`; `[..., k + 1]` with that of all other classes together.
-        teacher: the teacher's.
-        beta: as in `divergence`.
         mask: `[...]`, 0 in rows that do not count, or None.
-        reduction: `none`, `mean` or `sum`.
     """
     dtype = torch.promote_types(logp.dtype, acc_dtype(teacher.logprobs.dtype))
     student, of_teacher = logp.double(), teacher.logprobs.detach().double()

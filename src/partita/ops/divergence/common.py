@@ -22,53 +22,34 @@ IGNORED = checks.NOTHING_IGNORED  # the id of a teacher's class in rows that do 
 
 
 class Terms(NamedTuple):
-    """Something for each term of a loss of a student's row and a teacher's.
+    """Something for each term of a loss of a student's row and a teacher's."""
 
-    Fields:
-        hard: the cross-entropy of the student with a label, at temperature 1.
-        kl: KL(teacher ‖ student).
-        reverse_kl: KL(student ‖ teacher).
-        jsd: the generalised Jensen-Shannon divergence.
-        tv: the total variation.
-    """
-
-    hard: Any
-    kl: Any
-    reverse_kl: Any
-    jsd: Any
-    tv: Any
+    hard: Any  # the cross-entropy of the student with a label, at temperature 1
+    kl: Any  # KL(teacher ‖ student)
+    reverse_kl: Any  # KL(student ‖ teacher)
+    jsd: Any  # the generalised Jensen-Shannon divergence
+    tv: Any  # the total variation
 
 
 NO_TERMS = Terms(None, None, None, None, None)
 
 
 class Means(NamedTuple):
-    """Something for each number of a row that gradients need in addition to terms and sums.
+    """Something for each number of a row that gradients need in addition to terms and sums."""
 
-    Fields:
-        plain: the sum of exp(x - maximum) over the student's soft-capped logits x.
-        student: KL(student ‖ mixture).
-        sign: the mean of sign(student - teacher) under the student.
-    """
-
-    plain: Any
-    student: Any
-    sign: Any
+    plain: Any  # the sum of exp(x - maximum) over the student's soft-capped logits x
+    student: Any  # KL(student ‖ mixture)
+    sign: Any  # the mean of sign(student - teacher) under the student
 
 
 class Sums(NamedTuple):
-    """Something for each sum that grows with the classes of a row.
+    """Something for each sum that grows with the classes of a row."""
 
-    Fields:
-        forward: the sum of f * (t - x), relative to the maxima of both rows, where f are the
-            exponentials of the teacher's logits t.
-        reverse: the sum of e * (x - t), with the student's exponentials e.
-        label: the logit of the label, -inf until its class was read.
-    """
-
+    # The sum of f * (t - x), relative to the maxima of both rows, where f are the exponentials of
+    # the teacher's logits t.
     forward: Any
-    reverse: Any
-    label: Any
+    reverse: Any  # the sum of e * (x - t), with the student's exponentials e
+    label: Any  # the logit of the label, -inf until its class was read
 
 
 class Exchanged(NamedTuple):
@@ -92,31 +73,22 @@ NO_CLASSES = Exchanged(-math.inf, 0.0, -math.inf, 0.0, 0.0, 0.0, -math.inf, 0.0,
 
 
 class TermOptions(NamedTuple):
-    """The options of the terms of rows.
+    """The options of the terms of rows."""
 
-    Fields:
-        hard, kl, reverse_kl, jsd, tv: whether the term is computed.
-        best: whether the teacher's arg-max is.
-        beta: the teacher's weight in the mixture of `jsd`.
-        temperature: what the soft-capped logits are divided by in all terms but `hard`.
-        softcap: the soft-cap of both logits, or 0.
-        ignore_index: the label of rows without a `hard` term.
-    """
-
+    # hard, kl, reverse_kl, jsd, tv: whether the term is computed
     hard: bool
     kl: bool
     reverse_kl: bool
     jsd: bool
     tv: bool
-    best: bool
-    beta: float
-    temperature: float
-    softcap: float
-    ignore_index: int
+    best: bool  # whether the teacher's arg-max is
+    beta: float  # the teacher's weight in the mixture of `jsd`
+    temperature: float  # what the soft-capped logits are divided by in all terms but `hard`
+    softcap: float  # the soft-cap of both logits, or 0
+    ignore_index: int  # the label of rows without a `hard` term
 
     @property
     def terms(self) -> Terms:
-        """Return which terms are computed."""
         return Terms(*self[:5])
 
     @property
@@ -126,7 +98,6 @@ class TermOptions(NamedTuple):
 
     @property
     def sums(self) -> Sums:
-        """Return which sums are needed."""
         return Sums(self.kl, self.reverse_kl, self.hard)
 
     @property
@@ -179,24 +150,18 @@ def counts(packed_grad: Tensor) -> Tensor:
 
 
 class DivergenceRows(NamedTuple):
-    """The terms of each row, fp32 (fp64 for fp64), and what their gradient needs.
+    """The terms of each row, fp32 (fp64 for fp64), and what their gradient needs."""
 
-    Fields:
-        terms: the `packed` terms that are computed, in nats, `[..., N]`, or `[...]` for one.
-        maximum, sumexp: maximum of the student's soft-capped logits, and the sum of
-            exp((logits - maximum) / temperature), `[...]`.
-        teacher_maximum, teacher_sumexp: the same of the teacher, `[...]`.
-        means: the `packed` `Means` that are needed, `[..., K]`, or `[...]` for one.
-        argmax: the lowest class with the teacher's maximum, `[...]` int64, or `[..., 0]`.
-    """
-
-    terms: Tensor
+    terms: Tensor  # the `packed` terms that are computed, in nats, [..., N], or [...] for one
+    # maximum, sumexp: maximum of the student's soft-capped logits, and the sum of exp((logits -
+    # maximum) / temperature), [...]
     maximum: Tensor
     sumexp: Tensor
+    # teacher_maximum, teacher_sumexp: the same of the teacher, [...]
     teacher_maximum: Tensor
     teacher_sumexp: Tensor
-    means: Tensor
-    argmax: Tensor
+    means: Tensor  # the `packed` `Means` that are needed, [..., K], or [...] for one
+    argmax: Tensor  # the lowest class with the teacher's maximum, [...] int64, or [..., 0]
 
 
 class DivergenceState(NamedTuple):
@@ -223,18 +188,14 @@ def empty_state(rows: DivergenceRows, options: TermOptions) -> DivergenceState:
 
 
 class DivergenceKernels(NamedTuple):
-    """The functions of one backend that work on some classes of both rows, `[M, C]` each.
+    """The functions of one backend that work on some classes of both rows, `[M, C]` each."""
 
-    Fields:
-        accumulate: updates a `DivergenceState` in place with the classes from `first` on, of
-            `classes` in all, or writes it if `first` is 0.
-        accumulate_mixture: adds the terms and means that need both normalisers, which have seen
-            all classes.
-        gradient: writes the gradient of the student's logits, which may take their place.
-    """
-
+    # Updates a `DivergenceState` in place with the classes from `first` on, of `classes` in all, or
+    # writes it if `first` is 0.
     accumulate: Callable[..., None]
+    # Adds the terms and means that need both normalisers, which have seen all classes.
     accumulate_mixture: Callable[..., None]
+    # Writes the gradient of the student's logits, which may take their place.
     gradient: Callable[..., None]
 
     def divergence_state(
@@ -433,29 +394,14 @@ class Distillation(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """How the terms of rows make up the loss.
+    """How the terms of rows make up the loss."""
 
-    Fields:
-        hard_rows: which rows have a `hard` term, `[...]`, or None for all.
-        soft_rows: which rows have the other terms, `[...]`, or None for all.
-        tensors: the weights that are tensors `[...]` or `[]`, otherwise None.
-        numbers: the weights that are numbers, otherwise None.
-        scale: what the terms but `hard` are multiplied by.
-        reduction: `none`, `mean` or `sum`.
-    """
-
-    hard_rows: Tensor | None
-    soft_rows: Tensor | None
-    tensors: Terms
-    numbers: Terms
-    scale: float
-    reduction: str
-
-    @classmethod
-    def of_divergence(cls, options: TermOptions, mask: Tensor | None, reduction: str) -> Objective:
-        """Return the objective of a single divergence."""
-        numbers = (1.0 if named else None for named in options.terms)
-        return cls(None, mask, NO_TERMS, Terms(*numbers), 1.0, reduction)
+    hard_rows: Tensor | None  # which rows have a `hard` term, [...], or None for all
+    soft_rows: Tensor | None  # which rows have the other terms, [...], or None for all
+    tensors: Terms  # the weights that are tensors [...] or [], otherwise None
+    numbers: Terms  # the weights that are numbers, otherwise None
+    scale: float  # what the terms but `hard` are multiplied by
+    reduction: str  # `none`, `mean` or `sum`
 
     def _parts(self) -> list[tuple[str, Tensor | None, float, Any]]:
         """Return name, rows, scale and weight of each term that has a weight."""
@@ -505,6 +451,22 @@ class Objective(NamedTuple):
             logsumexp = shift + rows.teacher_sumexp.log()
             mass, argmax = (logsumexp - teacher.logsumexp).exp().detach(), teacher.argmax
         return Distillation._make((loss, *map(found.get, Terms._fields), mass, argmax))
+
+
+def checked_divergence(
+    rows: Tensor,
+    name: str,
+    mask: Tensor | None,
+    reduction: str,
+    beta: float,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[Objective, TermOptions]:
+    """Return objective and options of one divergence of rows `[..., D]` of the named tensor."""
+    check_options(beta, mask, reduction, rows, name)
+    options = divergence_options(float(beta), *checks.temperature_and_softcap(temperature, softcap))
+    weights = Terms(*(1.0 if named else None for named in options.terms))
+    return Objective(None, mask, NO_TERMS, weights, 1.0, reduction), options
 
 
 def checked_objective(

@@ -90,12 +90,9 @@ def label_logit(x: Tensor, target: Tensor, first: int) -> Tensor:
 def divergence(
     logits: Tensor, teacher_logits: Tensor, target: Tensor | None, options: TermOptions
 ) -> DivergenceRows:
-    """Compute the terms of each row of the student's logits and the teacher's.
+    """Compute the terms of each row of the student's logits and the teacher's, `[..., C]`.
 
-    Args:
-        logits, teacher_logits: `[..., C]`.
-        target: the labels `[...]`, or None without the term `hard`.
-        options: which terms, and how.
+    The labels are `[...]`, or None without the term `hard`.
     """
     dtype, (_, *numbers, ignored) = acc_dtype(logits.dtype), options[6:]
     x, maximum = scaled_rows(logits, *numbers)
@@ -151,26 +148,18 @@ def variation(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of_terms(
-    grad: Tensor,
-    logits: Tensor,
-    pair: tuple[Tensor, Tensor],
-    plain: Tensor | None,
+    grad: Tensor,  # that of the packed terms
+    logits: Tensor,  # the student's, [..., C]
+    pair: tuple[Tensor, Tensor],  # log-probabilities of student and teacher, [..., C]
+    plain: Tensor | None,  # the student's probabilities at temperature 1, for `hard`
+    # The mean that is subtracted in each term, [...], or None for that of these classes.
     means: Terms,
-    target: Tensor | None,
+    target: Tensor | None,  # the labels, for `hard`
     first: int,
     classes: int,
     options: TermOptions,
 ) -> Tensor:
-    """Return the gradient of the logits of the classes from `first` on, of `classes` in all.
-
-    Args:
-        grad: that of the packed terms.
-        logits: the student's, `[..., C]`.
-        pair: log-probabilities of student and teacher, `[..., C]`.
-        plain: the student's probabilities at temperature 1, for `hard`.
-        means: the mean that is subtracted in each term, `[...]`, or None for that of these classes.
-        target: the labels, for `hard`.
-    """
+    """Return the gradient of the logits of the classes from `first` on, of `classes` in all."""
     (logp, teacher_logp), found = pair, []
     grad, p, q = grad.to(logp.dtype), logp.exp(), teacher_logp.exp()
     on = columns(grad / options.temperature, options.terms)

@@ -248,15 +248,9 @@ class LinearRows(torch.autograd.Function):
         if is_double_backward(*grads, *head):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
         statistics, options = RowStatistics(*outputs), RowOptions(*ctx.row_options)
+        numbers = (len(head[1]), options.temperature, options.ignore_index)
         coefficients = gradient_coefficients(
-            options.used(grads),
-            target,
-            class_weight,
-            statistics.entropy,
-            len(head[1]),
-            options.temperature,
-            options.ignore_index,
-            statistics.maximum.dtype,
+            options.used(grads), target, class_weight, statistics.entropy, *numbers
         )
         of_rows = (target, class_weight, statistics.maximum, statistics.sumexp)
         tensors = (*coefficients, *head, *ctx.products, *of_rows)
@@ -331,20 +325,20 @@ class EntryLogits(torch.autograd.Function):
         return dinput, dweight, *(None,) * 4
 
 
-def logits_of_entries(
-    input: Tensor, weight: Tensor, bias: Tensor | None, first_class: int, support: Support
-) -> Tensor:
+def logits_of_entries(states: Tensor, head: Head, first_class: int, support: Support) -> Tensor:
     """Return the logits of the entries whose classes a head has, and 0 for others, `[E]`.
 
-    The classes of the head are those from `first_class` on.
+    The classes of the head are those from `first_class` on. The states are those of `with_states`.
     """
     rows, classes, offsets = support
     columns = classes - first_class if first_class else classes
-    x: Tensor = apply(EntryLogits, input, weight, rows, columns, current_backend(), offsets)
-    if bias is None or len(bias) == 0:
-        return x
-    is_own = (columns >= 0) & (columns < len(bias))
-    return x + torch.where(is_own, bias.to(x.dtype)[torch.where(is_own, columns, 0)], 0)
+    hidden, bias, factor = head.weight.shape[1], head.bias, head.low_rank_weight
+    rest = (rows, columns, current_backend(), offsets)
+    x: Tensor = apply(EntryLogits, states[:, :hidden], head.weight, *rest)
+    if bias is not None and len(bias):
+        is_own = (columns >= 0) & (columns < len(bias))
+        x = x + torch.where(is_own, bias.to(x.dtype)[torch.where(is_own, columns, 0)], 0)
+    return x if factor is None else x + apply(EntryLogits, states[:, hidden:], factor, *rest)
 
 
 def _composed_loss(*args: Any) -> Tensor:

@@ -91,33 +91,26 @@ def logits_of(
 
 
 def head_gradients(
-    heads: Sequence[Head],
+    heads: Sequence[Head],  # the heads whose logits the loss reads
     wanted: Wanted,
-    counts: Callable[[slice], Tensor],
+    counts: Callable[[slice], Tensor],  # returns which rows of some tokens have a gradient
+    # Takes tokens and the classes of a chunk, memory for the gradient of the first head's logits,
+    # which may be their own, and the logits of each head.
     write_gradient: Callable[..., None],
+    # tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all, but in
+    # the batch-invariant mode.
     tokens: int,
     chunk: int,
+    # The saved logits of each head, for all tokens and some of the last classes, or none. They are
+    # used first, and their memory serves the other chunks.
     saved: Sequence[Tensor] = (),
+    # dtype, adds_ranks: as in `gradients_like`
     dtype: torch.dtype | None = None,
     adds_ranks: bool = False,
     *,
-    of_low_rank: Callable[..., bool] = never,
+    of_low_rank: Callable[..., bool] = never,  # `HeadKernels.low_rank_gradients`
 ) -> HeadGradients:
-    """Compute the gradients of the first head, one chunk of logits after another.
-
-    Args:
-        heads: the heads whose logits the loss reads.
-        wanted: which gradients are wanted.
-        counts: returns which rows of some tokens have a gradient.
-        write_gradient: takes tokens and the classes of a chunk, memory for the gradient of the
-            first head's logits, which may be their own, and the logits of each head.
-        tokens, chunk: the tokens and the classes in a chunk. One of them is the number of all, but
-            in the batch-invariant mode.
-        saved: the saved logits of each head, for all tokens and some of the last classes, or none.
-            They are used first, and their memory serves the other chunks.
-        dtype, adds_ranks: as in `gradients_like`.
-        of_low_rank: `HeadKernels.low_rank_gradients`.
-    """
+    """Compute the gradients of the first head, one chunk of logits after another."""
     head, (input_grad, weight_grad, bias_grad, *_) = heads[0], wanted
     (M, _), C, accumulator = head.input.shape, len(head.weight), acc_dtype(head.input.dtype)
     buffers, heads = list(saved), [each.rounded for each in heads]
@@ -203,35 +196,25 @@ def tokens_of_backward(head: Head, saved: Tensor) -> int:
 
 
 class HeadKernels(NamedTuple):
-    """The functions of one backend that work on a chunk of logits; the methods are its ops.
+    """The functions of one backend that work on a chunk of logits; the methods are its ops."""
 
-    Fields:
-        accumulate_logits: updates a `RowState` in place with the classes of a chunk. The first
-            chunk overwrites it.
-        row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
-        logits_gradient: writes the gradient of a chunk's logits.
-        one_pass: returns a chunk's loss and writes the gradient of its logits.
-        mean_shares: returns what the loss and the z-loss of a row are divided by in a mean, or in
-            a sum with a denominator.
-        of_ids: the functions for the logits of given classes.
-        topk_of_rows: writes the `TopKRows` of a chunk.
-        truncated: the functions for the classes that a sampler keeps.
-        divergence: the functions for the logits of two heads.
-        low_rank_gradients: adds the gradients of both factors of low rank; returns False where
-            two products do, and else overwrites the gradient of the logits.
-        packed_gradients: takes the place of `head_gradients` for packed rows, or None.
-    """
-
+    # Updates a `RowState` in place with the classes of a chunk. The first chunk overwrites it.
     accumulate_logits: Callable[..., None]
+    # Returns the `RowStatistics` of a `RowState` that has seen all classes.
     row_statistics: Callable[..., RowStatistics]
-    logits_gradient: Callable[..., None]
-    one_pass: Callable[..., Tensor]
+    logits_gradient: Callable[..., None]  # writes the gradient of a chunk's logits
+    one_pass: Callable[..., Tensor]  # returns a chunk's loss and writes the gradient of its logits
+    # Returns what the loss and the z-loss of a row are divided by in a mean, or in a sum with a
+    # denominator.
     mean_shares: Callable[..., Tensor | None]
-    of_ids: EntryKernels
-    topk_of_rows: Callable[..., None]
-    truncated: TruncatedKernels
-    divergence: DivergenceKernels
+    of_ids: EntryKernels  # the functions for the logits of given classes
+    topk_of_rows: Callable[..., None]  # writes the `TopKRows` of a chunk
+    truncated: TruncatedKernels  # the functions for the classes that a sampler keeps
+    divergence: DivergenceKernels  # the functions for the logits of two heads
+    # Adds the gradients of both factors of low rank; returns False where two products do, and else
+    # overwrites the gradient of the logits.
     low_rank_gradients: Callable[..., bool] = never
+    # Takes the place of `head_gradients` for packed rows, or None.
     packed_gradients: Callable[..., HeadGradients] | None = None
 
     def gradients(self, *args: Any, **options: Any) -> HeadGradients:
@@ -601,21 +584,16 @@ class HeadKernels(NamedTuple):
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
         target: Tensor | None,
-        factors: Tensor,
+        factors: Tensor,  # the factors of each row, packed as the terms
         options: TermOptions,
+        # tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix
+        # products: its logits under both heads, and two from the gradient.
         tokens: int,
         saved: int,
         chunk: int,
         wanted: Wanted,
     ) -> tuple[Tensor, ...]:
-        """Return the `DivergenceRows`, and the `HeadGradients` of the sum of terms times factors.
-
-        Args:
-            factors: the factors of each row, packed as the terms.
-            tokens, saved, chunk: as in `DivergencePlan`. A chunk of tokens takes four matrix
-                products: its logits under both heads, and two from the gradient.
-            The others: as in `linear_divergence_backward`.
-        """
+        """Return the `DivergenceRows`, and `HeadGradients` of the sum of terms times factors."""
         heads = head, head.beside(teacher_input, teacher_weight, teacher_bias)
         is_fp16 = head.input.dtype == torch.float16
         if is_fp16:

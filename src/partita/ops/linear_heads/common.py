@@ -55,29 +55,21 @@ TENSORS = len(Wanted._fields)  # the first fields of a head
 
 
 class Head(NamedTuple):
-    """The hidden states and the matrix from which logits are computed, and how.
+    """The hidden states and the matrix from which logits are computed, and how."""
 
-    Fields:
-        input: hidden states, `[M, H]`.
-        weight: matrix of the vocabulary, `[C, H]`, in their dtype, or in fp32.
-        bias: its bias, `[C]` in the dtype of the matrix, or None.
-        low_rank_input, low_rank_weight: `[M, r]` and `[C, r]`, whose product is added to the
-            logits, in any floating dtypes; or None.
-        invariant: whether products have blocks of 1,024 tokens, so that bits depend on no batch.
-        widens: whether logits of half types are fp32, as the product adds them up.
-    """
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    input: Tensor  # hidden states, [M, H]
+    weight: Tensor  # matrix of the vocabulary, [C, H], in their dtype, or in fp32
+    bias: Tensor | None  # its bias, [C] in the dtype of the matrix, or None
+    # low_rank_input, low_rank_weight: [M, r] and [C, r], whose product is added to the logits, in
+    # any floating dtypes; or None
     low_rank_input: Tensor | None = None
     low_rank_weight: Tensor | None = None
+    # Whether products have blocks of 1,024 tokens, so that bits depend on no batch.
     invariant: bool = False
-    widens: bool = False
+    widens: bool = False  # whether logits of half types are fp32, as the product adds them up
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The fields that are tensors."""
         return self[:5]
 
     @property
@@ -144,7 +136,6 @@ class Head(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        """Return which gradients are needed."""
         if not torch.is_grad_enabled():
             return Wanted(False, False, False)
         return Wanted(*(requires_grad(each) for each in self.tensors))
@@ -249,10 +240,6 @@ class Head(NamedTuple):
             bias, adds = None, True
         multiply_blocks(self.input, self.weight.T, logits, invariant, bias, adds)
         return logits[:tokens]
-
-    def input_gradient(self, dlogits: Tensor, out: Tensor) -> None:
-        """Write the gradient of the hidden states from that of the logits, as `multiply_blocks`."""
-        multiply_blocks(dlogits, self.weight, out, self.invariant)
 
     def in_blocks(self, rows: Tensor, value: float = 0.0) -> Tensor:
         """Return what belongs to the tokens, `[M, ...]`, as `in_blocks` does."""
@@ -370,21 +357,13 @@ def loss_terms(
 
 
 class RowOptions(NamedTuple):
-    """The options of the statistics of rows.
+    """The options of the statistics of rows."""
 
-    Fields:
-        temperature: the logits are divided by it after the soft-cap.
-        softcap: bound of the logits, 0 for none.
-        ignore_index: the label of rows that do not count.
-        needs_smoothing: whether the smoothing loss is computed.
-        needs_entropy: whether entropy and argmax are computed.
-    """
-
-    temperature: float
-    softcap: float
-    ignore_index: int
-    needs_smoothing: bool
-    needs_entropy: bool
+    temperature: float  # the logits are divided by it after the soft-cap
+    softcap: float  # bound of the logits, 0 for none
+    ignore_index: int  # the label of rows that do not count
+    needs_smoothing: bool  # whether the smoothing loss is computed
+    needs_entropy: bool  # whether entropy and argmax are computed
 
     def used(self, grads: Sequence[Tensor | None]) -> StatisticsGrads:
         """Return the gradients of the first four `RowStatistics`, None for those not computed."""
@@ -403,25 +382,16 @@ class StatisticsGrads(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """The state of rows after some of their classes; x are the logits after soft-capping.
+    """The state of rows after some of their classes; x are the logits after soft-capping."""
 
-    Fields:
-        maximum: the maximum of x, `[M]`.
-        sumexp: the sum of e = exp((x - maximum) / temperature), `[M]`.
-        label: x at the target, -inf until that class was read, `[M]`.
-        origin: x of the first class, 0 if that is -inf, `[M]`; None without a smoothing loss.
-        smoothing_loss: the sum of class weight * (origin - x), `[M]`; None without one.
-        sum_x_exp: the sum of e log e, `[M]`; None without an entropy.
-        argmax: the lowest class with the maximum, `[M]` int64; None without an entropy.
-    """
-
-    maximum: Tensor
-    sumexp: Tensor
-    label: Tensor
+    maximum: Tensor  # the maximum of x, [M]
+    sumexp: Tensor  # the sum of e = exp((x - maximum) / temperature), [M]
+    label: Tensor  # x at the target, -inf until that class was read, [M]
+    # x of the first class, 0 if that is -inf, [M]; None without a smoothing loss.
     origin: Tensor | None
-    smoothing_loss: Tensor | None
-    sum_x_exp: Tensor | None
-    argmax: Tensor | None
+    smoothing_loss: Tensor | None  # the sum of class weight * (origin - x), [M]; None without one
+    sum_x_exp: Tensor | None  # the sum of e log e, [M]; None without an entropy
+    argmax: Tensor | None  # the lowest class with the maximum, [M] int64; None without an entropy
 
     def clear(self) -> None:
         """Write the state before any class."""
@@ -492,25 +462,15 @@ def read_logits(
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of the rows of logits / temperature, in nats; NaN where a target is invalid.
+    """Statistics of the rows of logits / temperature, in nats; NaN where a target is invalid."""
 
-    Fields:
-        nll: minus the log-probability of the target, 0 if the row is ignored, `[M]`.
-        logsumexp: log Z, `[M]`.
-        smoothing_loss: the sum of class weight * (log Z - x), `[M]`; empty if not wanted.
-        entropy: the entropy, `[M]`; empty if not wanted.
-        argmax: the lowest class with the maximum, `[M]` int64; empty if not wanted.
-        maximum: the maximum in `RowState`, which the backward pass reads, `[M]`.
-        sumexp: the sum in `RowState`, which the backward pass reads, `[M]`.
-    """
-
-    nll: Tensor
-    logsumexp: Tensor
-    smoothing_loss: Tensor
-    entropy: Tensor
-    argmax: Tensor
-    maximum: Tensor
-    sumexp: Tensor
+    nll: Tensor  # minus the log-probability of the target, 0 if the row is ignored, [M]
+    logsumexp: Tensor  # log Z, [M]
+    smoothing_loss: Tensor  # the sum of class weight * (log Z - x), [M]; empty if not wanted
+    entropy: Tensor  # the entropy, [M]; empty if not wanted
+    argmax: Tensor  # the lowest class with the maximum, [M] int64; empty if not wanted
+    maximum: Tensor  # the maximum in `RowState`, which the backward pass reads, [M]
+    sumexp: Tensor  # the sum in `RowState`, which the backward pass reads, [M]
 
 
 def empty_statistics(
@@ -535,17 +495,12 @@ class GradientCoefficients(NamedTuple):
     With p the softmax of a row, its gradient is dlogits_coef * p + log_coef * p log p
     + smoothing_coef * class weights, plus label_coef at the target. A row whose coefficients are
     all 0 has the gradient 0, whatever its logits are.
-
-    Fields:
-        dlogits_coef: the factor of p, `[M]`.
-        label_coef: the term at the target, `[M]`.
-        log_coef: the factor of p log p, `[M]`; None without an entropy.
-        smoothing_coef: the factor of the class weights, `[M]`; None without a smoothing loss.
     """
 
-    dlogits_coef: Tensor
-    label_coef: Tensor
-    log_coef: Tensor | None
+    dlogits_coef: Tensor  # the factor of p, [M]
+    label_coef: Tensor  # the term at the target, [M]
+    log_coef: Tensor | None  # the factor of p log p, [M]; None without an entropy
+    # The factor of the class weights, [M]; None without a smoothing loss.
     smoothing_coef: Tensor | None
 
     def counts(self) -> Tensor:

@@ -22,10 +22,9 @@ from ..divergence.common import (
     Objective,
     TermOptions,
     Terms,
-    check_options,
     check_teacher,
+    checked_divergence,
     checked_objective,
-    divergence_options,
     empty_rows,
     ids_of_rows,
     mapped_classes,
@@ -210,11 +209,9 @@ def linear_divergence(
     head = cast_and_check(input, linear_weight, linear_bias, low_rank=low_rank)
     head = head.of_call(logits_dtype)
     teacher = checked_teacher(head, teacher_input, teacher_weight, teacher_bias)
-    check_options(beta, mask, reduction, input, "input")
-    numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
+    of_rows = (input, "input", mask, reduction)
+    objective, options = checked_divergence(*of_rows, beta, temperature, softcap)
     check_budget(memory_budget)
-    options = divergence_options(*numbers)
-    objective = Objective.of_divergence(options, mask, reduction)
     return _loss_of_heads(head, teacher, None, objective, options, memory_budget)[0]
 
 

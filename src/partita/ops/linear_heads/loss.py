@@ -51,6 +51,8 @@ def linear_loss(
     weight: Tensor | None,
     options: LossOptions,
     memory_budget: int | None,
+    # A number, or a tensor [] on the device of the hidden states, without a gradient; the reduction
+    # is then a sum.
     denominator: float | Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     low_rank: LowRank | None = None,
@@ -59,12 +61,6 @@ def linear_loss(
 
     A pass that computes the gradients divides them by the denominator before it rounds them to a
     half type. The quotient of `linear_cross_entropy(..., reduction="sum")` would round them first.
-
-    Args:
-        options: the options of the loss.
-        denominator: a number, or a tensor `[]` on the device of the hidden states, without a
-            gradient; the reduction is then a sum.
-        The others: as in `linear_cross_entropy`.
     """
     usual = low_rank is None and is_usual(input, linear_weight, linear_bias, target)
     head = Head(input, linear_weight, linear_bias)

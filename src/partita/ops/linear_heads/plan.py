@@ -343,21 +343,17 @@ def padded_width(classes: int) -> int:
 
 
 class DivergencePlan(NamedTuple):
-    """The way in which `linear_divergence` cuts a batch into chunks.
+    """The way in which `linear_divergence` cuts a batch into chunks."""
 
-    Fields:
-        tokens: tokens whose logits of all classes are computed together, for the loss.
-        saved: the number of last classes whose logits of all tokens stay in memory between loss and
-            gradient.
-        chunk: the classes whose logits are computed again together, for the gradient; 0 if the
-            gradient is computed with the loss, from the logits of the same tokens.
-        workspace_bytes: the most bytes of memory in use at once, in addition to inputs, results
-            and the workspace of the matrix library.
-    """
-
-    tokens: int
+    tokens: int  # tokens whose logits of all classes are computed together, for the loss
+    # The number of last classes whose logits of all tokens stay in memory between loss and
+    # gradient.
     saved: int
+    # The classes whose logits are computed again together, for the gradient; 0 if the gradient is
+    # computed with the loss, from the logits of the same tokens.
     chunk: int
+    # The most bytes of memory in use at once, in addition to inputs, results and the workspace of
+    # the matrix library.
     workspace_bytes: int
 
 

@@ -103,13 +103,12 @@ def gradient_coefficients(
     classes: int,
     temperature: float,
     ignore_index: int,
-    dtype: torch.dtype,
 ) -> GradientCoefficients:
-    """Return the coefficients of the rows, in the dtype, from the gradients of their statistics.
+    """Return the coefficients of the rows from the gradients of their statistics.
 
-    `entropies` is read for that of the entropy.
+    `entropies` is read for that of the entropy, and has the dtype of the coefficients.
     """
-    nll, logsumexp, smoothing_loss, entropy = grads
+    (nll, logsumexp, smoothing_loss, entropy), dtype = grads, entropies.dtype
     _, valid, invalid = valid_targets(target, classes, ignore_index)
     dlogits_coef = torch.where(invalid, torch.nan, 0.0).to(dtype)
     label_coef, log_coef, smoothing_coef = torch.zeros_like(dlogits_coef), None, None

@@ -12,11 +12,7 @@ from ...runtime.dtypes import acc_dtype
 def linear_entries(input: Tensor, weight: Tensor, rows: Tensor, classes: Tensor) -> Tensor:
     """Return the dot products of E entries, 0 for those whose class the matrix does not have.
 
-    Args:
-        input: hidden states `[M, H]`.
-        weight: the matrix `[C, H]`.
-        rows: the row of each entry, `[E]`.
-        classes: the class of each entry, `[E]`.
+    Hidden states are `[M, H]`, the matrix is `[C, H]`, and rows and classes of entries are `[E]`.
     """
     x = input.new_zeros(len(rows), dtype=acc_dtype(input.dtype))
     own = ((classes >= 0) & (classes < len(weight))).nonzero()[:, 0]
@@ -27,28 +23,20 @@ def linear_entries(input: Tensor, weight: Tensor, rows: Tensor, classes: Tensor)
 
 
 def linear_entries_sums(
-    grad: Tensor,
-    names: Tensor,
-    columns: Tensor,
+    grad: Tensor,  # the gradients of the logits, [E]
+    names: Tensor,  # the sum that each entry belongs to, [E]; others than 0 to S - 1 do not count
+    columns: Tensor,  # the row of the table of each entry, [E], which it may not have
+    # The entries sorted by name, [E], for kernels. They cut long sums where others end, so that
+    # these change the rounding. None if the names are rows, which have no cuts.
     order: Tensor | None,
-    starts: Tensor,
-    table: Tensor,
-    like: Tensor,
+    starts: Tensor,  # where the entries of each name begin in the order, or the offsets, [S + 1]
+    table: Tensor,  # [N, H]
+    like: Tensor,  # has the shape and the dtype of the sums, [S, H]
 ) -> Tensor:
     """Return the sum over the entries of each name of gradient times row of the table.
 
     Entries with the gradient 0 do not count, whatever the table holds. A gradient that is NaN makes
     its sum NaN. The sums are added up in the gradient's dtype, and then rounded.
-
-    Args:
-        grad: the gradients of the logits, `[E]`.
-        names: the sum that each entry belongs to, `[E]`; others than 0 to S - 1 do not count.
-        columns: the row of the table of each entry, `[E]`, which it may not have.
-        order: the entries sorted by name, `[E]`, for kernels. They cut long sums where others end,
-            so that these change the rounding. None if the names are rows, which have no cuts.
-        starts: where the entries of each name begin in the order, or the offsets, `[S + 1]`.
-        table: `[N, H]`.
-        like: has the shape and the dtype of the sums, `[S, H]`.
     """
     sums = torch.zeros_like(like, dtype=grad.dtype)
     is_name, is_row = (names >= 0) & (names < len(like)), (columns >= 0) & (columns < len(table))

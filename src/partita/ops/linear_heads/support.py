@@ -76,10 +76,7 @@ def linear_support_stats(
     states = with_states(head.input, low_rank_input)
 
     def entries(x: Tensor, support: Support) -> Tensor:
-        logits = logits_of_entries(x[:, :hidden], weight, bias, 0, support)
-        if factor is None:
-            return logits
-        return logits + logits_of_entries(x[:, hidden:], factor, None, 0, support)
+        return logits_of_entries(x, head, 0, support)
 
     def all_classes(x: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         found = linear_token_stats(

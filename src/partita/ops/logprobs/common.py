@@ -16,22 +16,15 @@ from ..cross_entropy.common import valid_targets
 
 
 class LogprobRows(NamedTuple):
-    """The log-probabilities of some classes of each row, and what their gradient needs.
+    """The log-probabilities of some classes of each row, and what their gradient needs."""
 
-    Fields:
-        logprobs: log-probabilities of the given ids, 0 where an id is ignored; with a rest also
-            that of all other classes together, `[..., K]` or `[..., K + 1]`.
-        entries: the soft-capped logits of the ids, 0 where an id is no class, `[..., K]`.
-        maximum: maximum of the soft-capped logits, `[...]`.
-        sumexp: sum of exp((logits - maximum) / temperature), `[...]`.
-        rest: maximum and sum of the other classes, `[..., 2]`; `[..., 0]` without a rest.
-    """
-
+    # Log-probabilities of the given ids, 0 where an id is ignored; with a rest also that of all
+    # other classes together, [..., K] or [..., K + 1].
     logprobs: Tensor
-    entries: Tensor
-    maximum: Tensor
-    sumexp: Tensor
-    rest: Tensor
+    entries: Tensor  # the soft-capped logits of the ids, 0 where an id is no class, [..., K]
+    maximum: Tensor  # maximum of the soft-capped logits, [...]
+    sumexp: Tensor  # sum of exp((logits - maximum) / temperature), [...]
+    rest: Tensor  # maximum and sum of the other classes, [..., 2]; [..., 0] without a rest
 
 
 class TopK(NamedTuple):
@@ -49,50 +42,38 @@ class TopK(NamedTuple):
 
 
 class TopKRows(NamedTuple):
-    """A `TopK` of rows, and what its gradient needs.
+    """A `TopK` of rows, and what its gradient needs."""
 
-    Fields:
-        logprobs, indices, logsumexp: the fields of `TopK`.
-        entries, maximum, sumexp: as in `LogprobRows`.
-    """
-
+    # logprobs, indices, logsumexp: the fields of `TopK`
     logprobs: Tensor
     indices: Tensor
     logsumexp: Tensor
+    # entries, maximum, sumexp: as in `LogprobRows`
     entries: Tensor
     maximum: Tensor
     sumexp: Tensor
 
 
 class EntryKernels(NamedTuple):
-    """The functions of one backend that work on the logits of given ids.
+    """The functions of one backend that work on the logits of given ids."""
 
-    Fields:
-        gather: writes the logits of the ids among some classes.
-        finish: returns log-probabilities from these logits and the statistics of the rows.
-        totals: returns the sum of the gradients of each row's ids, and one of its classes.
-        write: writes the gradient of the logits of the ids among some classes.
-        accumulate_rest: updates the statistics of the classes that are no ids.
-    """
-
-    gather: Callable[..., None]
+    gather: Callable[..., None]  # writes the logits of the ids among some classes
+    # Returns log-probabilities from these logits and the statistics of the rows.
     finish: Callable[..., Tensor]
+    # Returns the sum of the gradients of each row's ids, and one of its classes.
     totals: Callable[..., tuple[Tensor, Tensor]]
-    write: Callable[..., Tensor]
-    accumulate_rest: Callable[..., None]
+    write: Callable[..., Tensor]  # writes the gradient of the logits of the ids among some classes
+    accumulate_rest: Callable[..., None]  # updates the statistics of the classes that are no ids
 
 
 class OtherClasses(NamedTuple):
     """The terms of the gradient of the logits of the classes that are no ids.
 
     It is `factor` / temperature times a softmax.
-
-    Fields:
-        factor: the factor of each row, `[...]`.
-        maximum, sumexp: the statistics of the softmax, `[...]`.
     """
 
-    factor: Tensor
+    factor: Tensor  # the factor of each row, [...]
+    # maximum, sumexp: the statistics of the softmax, [...]
     maximum: Tensor
     sumexp: Tensor
 
@@ -145,21 +126,15 @@ def with_rest(
 
 
 def other_classes(
-    grad: Tensor,
-    totals: Tensor,
+    grad: Tensor,  # the gradient of the log-probabilities, of which the last is that of the rest
+    totals: Tensor,  # the sum of the gradients of each row, [...]
+    # maximum, sumexp, rest: as in `LogprobRows`
     maximum: Tensor,
     sumexp: Tensor,
     rest: Tensor,
-    temperature: float,
+    temperature: float,  # what the logits are divided by
 ) -> OtherClasses:
-    """Return how the classes that are no ids get their gradient.
-
-    Args:
-        grad: the gradient of the log-probabilities, of which the last is that of the rest.
-        totals: the sum of the gradients of each row, `[...]`.
-        maximum, sumexp, rest: as in `LogprobRows`.
-        temperature: what the logits are divided by.
-    """
+    """Return how the classes that are no ids get their gradient."""
     if not rest.shape[-1]:
         return OtherClasses(-totals, maximum, sumexp)
     rest_maximum, rest_sumexp = rest.unbind(-1)

@@ -28,24 +28,16 @@ from .common import (
 
 
 def logprobs(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
+    logits: Tensor,  # [..., C]
+    ids: Tensor,  # classes [..., K]
+    temperature: float,  # what the soft-capped logits are divided by
+    softcap: float,  # the soft-cap, or 0
+    ignore_index: int,  # the ignored id
+    # Whether the log-probability of all other classes together is appended. The ids of a row differ
+    # from each other then.
     needs_rest: bool,
 ) -> LogprobRows:
-    """Compute the log-probabilities of the ids of each row.
-
-    Args:
-        logits: `[..., C]`.
-        ids: classes `[..., K]`.
-        temperature: what the soft-capped logits are divided by.
-        softcap: the soft-cap, or 0.
-        ignore_index: the ignored id.
-        needs_rest: whether the log-probability of all other classes together is appended. The ids
-            of a row differ from each other then.
-    """
+    """Compute the log-probabilities of the ids of each row."""
     classes, rows = logits.shape[-1], logits.shape[:-1]
     entries = logits.new_zeros(ids.shape, dtype=acc_dtype(logits.dtype))
     gather_entries(logits, 0, classes, ids, entries, softcap, ignore_index)
@@ -73,14 +65,9 @@ def is_one_of(ids: Tensor, first: int, width: int) -> Tensor:
 def accumulate_rest(
     logits: Tensor, first: int, ids: Tensor, rest: Tensor, temperature: float, softcap: float
 ) -> None:
-    """Update the statistics of the rest with the classes from `first` on that are no ids.
+    """Update the rest in place with the logits of the classes from `first` on that are no ids.
 
-    Args:
-        logits: the logits of these classes, `[..., C]`.
-        first: the first of them.
-        ids: `[..., K]` int64.
-        rest: maximum and sum of the rest, `[..., 2]`, updated in place.
-        temperature, softcap: the options.
+    The logits are `[..., C]`, the ids `[..., K]`, and maximum and sum of the rest `[..., 2]`.
     """
     is_id = is_one_of(ids, first, logits.shape[-1])
     x = softcapped(logits, softcap).masked_fill(is_id, -torch.inf)
@@ -101,25 +88,15 @@ def chunk_columns(
 
 
 def gather_entries(
-    logits: Tensor,
-    first: int,
-    classes: int,
-    ids: Tensor,
-    entries: Tensor,
-    softcap: float,
-    ignore_index: int,
+    logits: Tensor,  # the logits of these classes, [..., C]
+    first: int,  # the first of them
+    classes: int,  # the number of all classes
+    ids: Tensor,  # [..., K] int64
+    entries: Tensor,  # [..., K], in which the logits of other classes stay
+    softcap: float,  # the soft-cap, or 0
+    ignore_index: int,  # the ignored id
 ) -> None:
-    """Write the soft-capped logits of the ids among the classes from `first` on.
-
-    Args:
-        logits: the logits of these classes, `[..., C]`.
-        first: the first of them.
-        classes: the number of all classes.
-        ids: `[..., K]` int64.
-        entries: `[..., K]`, in which the logits of other classes stay.
-        softcap: the soft-cap, or 0.
-        ignore_index: the ignored id.
-    """
+    """Write the soft-capped logits of the ids among the classes from `first` on."""
     in_chunk, columns = chunk_columns(ids, first, logits.shape[-1], classes, ignore_index)
     found = softcapped(logits.gather(-1, columns), softcap)
     entries.copy_(torch.where(in_chunk, found, entries))
@@ -154,11 +131,13 @@ def row_totals(grad: Tensor, ids: Tensor, classes: int, ignore_index: int) -> tu
 
 def write_entries(
     dlogits: Tensor,
+    # first, classes, ids: as in `gather_entries`
     first: int,
     classes: int,
-    grad: Tensor,
+    grad: Tensor,  # the gradient of the log-probabilities, [M, K]
     ids: Tensor,
-    totals: Tensor,
+    totals: Tensor,  # its sum over each row's ids, [M]
+    # entries, maximum, sumexp: the logits of the ids, and the statistics of the rows
     entries: Tensor,
     maximum: Tensor,
     sumexp: Tensor,
@@ -169,12 +148,6 @@ def write_entries(
     """Write the gradient of the logits of the ids among the classes from `first` on.
 
     It is written to `dlogits`, `[M, C]`, the gradient of these classes, which is returned.
-
-    Args:
-        first, classes, ids: as in `gather_entries`.
-        grad: the gradient of the log-probabilities, `[M, K]`.
-        totals: its sum over each row's ids, `[M]`.
-        entries, maximum, sumexp: the logits of the ids, and the statistics of the rows.
     """
     in_chunk, columns = chunk_columns(ids, first, dlogits.shape[-1], classes, ignore_index)
     on_class = torch.zeros_like(grad)

@@ -8,14 +8,8 @@ from torch import Tensor
 
 
 class LogSumExp(NamedTuple):
-    """Log-sum-exp, and the statistics that its gradient reads.
+    """Log-sum-exp, and the statistics that its gradient reads."""
 
-    Fields:
-        logsumexp: the result, `[...]`.
-        maximum: the maximum of each row, `[...]`, at least fp32.
-        sumexp: the sum of exp(input - maximum) of each row, `[...]`, at least fp32.
-    """
-
-    logsumexp: Tensor
-    maximum: Tensor
-    sumexp: Tensor
+    logsumexp: Tensor  # the result, [...]
+    maximum: Tensor  # the maximum of each row, [...], at least fp32
+    sumexp: Tensor  # the sum of exp(input - maximum) of each row, [...], at least fp32

@@ -126,11 +126,15 @@ class SupportFunction(torch.autograd.Function):
 
 
 def stats_of_parts(
+    # Takes the input as rows [M, ...] and a `Support`, and returns the logits of the entries in the
+    # accumulator's dtype, [E]; or those of all classes, [M, C].
     entries: Callable[[Tensor, Support], Tensor],
+    # Takes some rows, their labels, temperature, softcap, and a label that none of them has. It
+    # returns their log-probabilities and entropies. None with all logits.
     all_classes: Callable[..., Sequence[Tensor]] | None,
-    input: Tensor,
+    input: Tensor,  # logits or hidden states, which the public function calls `name`
     name: str,
-    num_classes: int,
+    num_classes: int,  # of all ranks
     target: Tensor,
     ids: Tensor,
     offsets: Tensor,
@@ -143,14 +147,6 @@ def stats_of_parts(
     With all logits nothing waits. Else, unless offsets on the CPU tell that every row has ids, the
     host waits for the number of rows without ids. Where it must not wait, in compiled code, under
     transforms, and in a captured graph, all rows count as such.
-
-    Args:
-        entries: takes the input as rows `[M, ...]` and a `Support`, and returns the logits of the
-            entries in the accumulator's dtype, `[E]`; or those of all classes, `[M, C]`.
-        all_classes: takes some rows, their labels, temperature, softcap, and a label that none of
-            them has. It returns their log-probabilities and entropies. None with all logits.
-        input: logits or hidden states, which the public function calls `name`.
-        num_classes: the number of all classes; the rest are arguments of the public function.
     """
     common.check_support(input, name, target, ids, offsets)
     checks.python_int("ignore_index", ignore_index)

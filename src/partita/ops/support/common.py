@@ -30,18 +30,13 @@ class SupportStats(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The E = M + K entries of M rows, which are the targets and then the recorded ids, int64.
+    """The E = M + K entries of M rows, which are the targets and then the recorded ids, int64."""
 
-    Fields:
-        rows: the row of each entry, `[E]`.
-        classes: the class of each entry, `[E]`. Ids ascend in each row, and may repeat. Those of an
-            ignored row are -1, and its target is `IGNORED`.
-        offsets: where the ids of each row begin among all ids, and K, `[M + 1]`; or all `WRONG`.
-    """
-
-    rows: Tensor
+    rows: Tensor  # the row of each entry, [E]
+    # The class of each entry, [E]. Ids ascend in each row, and may repeat. Those of an ignored row
+    # are -1, and its target is `IGNORED`.
     classes: Tensor
-    offsets: Tensor
+    offsets: Tensor  # where the ids of each row begin among all ids, and K, [M + 1]; or all `WRONG`
 
 
 class SupportRows(NamedTuple):
@@ -49,19 +44,17 @@ class SupportRows(NamedTuple):
 
     The numbers are NaN in invalid rows, in which the label, an id or the offsets are out of range,
     and 0 in others without ids.
-
-    Fields:
-        logprob, entropy, in_set: as in `SupportStats`, `[M]`.
-        labels: the labels of rows that need the statistics of all classes, `[M]` int64. They are
-            the targets of rows without ids, C for those that are no class. Of rows with ids it is
-            `NOT_READ`, or `INVALID`, so that the gradient of all their logits is NaN.
-        dlogprob, dentropy: the derivatives of the first two in the logit of each entry, `[E]`.
     """
 
+    # logprob, entropy, in_set: as in `SupportStats`, [M]
     logprob: Tensor
     entropy: Tensor
     in_set: Tensor
+    # The labels of rows that need the statistics of all classes, [M] int64. They are the targets of
+    # rows without ids, C for those that are no class. Of rows with ids it is `NOT_READ`, or
+    # `INVALID`, so that the gradient of all their logits is NaN.
     labels: Tensor
+    # dlogprob, dentropy: the derivatives of the first two in the logit of each entry, [E]
     dlogprob: Tensor
     dentropy: Tensor
 

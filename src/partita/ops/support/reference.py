@@ -21,14 +21,7 @@ def support_stats(
 ) -> SupportRows:
     """Compute log-probability and entropy of each row over its support, and their derivatives.
 
-    The first two results are differentiable.
-
-    Args:
-        logits: the logits of the entries, `[E]`.
-        support: the entries.
-        num_classes: the number of all classes.
-        temperature: what the soft-capped logits are divided by.
-        softcap: the soft-cap, or 0.
+    The first two results are differentiable in the logits, which are those of the entries, `[E]`.
     """
     (rows, classes, offsets, *_), M = support, len(support.offsets) - 1
     target, is_id = classes[:M], torch.arange(len(rows), device=rows.device) >= M

@@ -66,11 +66,7 @@ def truncated_stats(
         >>> stats.logprob, stats.kept, stats.in_set
         (tensor([-0.6931]), tensor([2]), tensor([True]))
     """
-    check_logits(logits)
-    if target is not None:
-        checks.integer("target", target)
-        checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
-        checks.device("target", target, logits, "logits")
+    check_logits(logits, target)
     checks.python_int("ignore_index", ignore_index)
     if softcap is not None:
         checks.number("softcap", softcap, low=0.0, open_low=True)

@@ -36,48 +36,35 @@ class TruncatedStats(NamedTuple):
 
 
 class TruncatedRows(NamedTuple):
-    """The `TruncatedStats` of rows, and what their gradient needs.
+    """The `TruncatedStats` of rows, and what their gradient needs."""
 
-    Fields:
-        logprob, logsumexp, kept_logsumexp, entropy, kept, in_set: the fields of `TruncatedStats`.
-        threshold: the rules keep the logits of at least this number, before soft-capping. It lies
-            between the least kept and the greatest dropped logit, so that logits that are computed
-            again, with other rounding errors, are kept too.
-        label: the target, or the arg-max without one, int64.
-        maximum: maximum of the soft-capped logits.
-        sumexp: sum of exp((logits - maximum) / temperature).
-        kept_sumexp: the same of the kept classes; NaN where a label or a rule is invalid.
-    """
-
+    # logprob, logsumexp, kept_logsumexp, entropy, kept, in_set: the fields of `TruncatedStats`
     logprob: Tensor
     logsumexp: Tensor
     kept_logsumexp: Tensor
     entropy: Tensor
     kept: Tensor
     in_set: Tensor
+    # The rules keep the logits of at least this number, before soft-capping. It lies between the
+    # least kept and the greatest dropped logit, so that logits that are computed again, with other
+    # rounding errors, are kept too.
     threshold: Tensor
-    label: Tensor
-    maximum: Tensor
-    sumexp: Tensor
-    kept_sumexp: Tensor
+    label: Tensor  # the target, or the arg-max without one, int64
+    maximum: Tensor  # maximum of the soft-capped logits
+    sumexp: Tensor  # sum of exp((logits - maximum) / temperature)
+    kept_sumexp: Tensor  # the same of the kept classes; NaN where a label or a rule is invalid
 
 
 class Rules(NamedTuple):
-    """The rules of a sampler, a number for each row or None, and how they are read.
+    """The rules of a sampler, a number for each row or None, and how they are read."""
 
-    Fields:
-        top_k: int64; numbers below 1 and those of at least all classes keep all.
-        top_p, min_p, temperature: fp64.
-        min_p_first: whether the share of top-p is one of the classes that min-p keeps.
-        keeps_target: whether the target counts as kept.
-    """
-
-    top_k: Tensor | None
+    top_k: Tensor | None  # int64; numbers below 1 and those of at least all classes keep all
+    # top_p, min_p, temperature: fp64
     top_p: Tensor | None
     min_p: Tensor | None
     temperature: Tensor | None
-    min_p_first: bool
-    keeps_target: bool
+    min_p_first: bool  # whether the share of top-p is one of the classes that min-p keeps
+    keeps_target: bool  # whether the target counts as kept
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rules:
         """Return the rules with each tensor changed."""
@@ -86,16 +73,11 @@ class Rules(NamedTuple):
 
 
 class TruncatedSums(NamedTuple):
-    """What the gradient of rows needs beside their logits, `[...]`.
-
-    Fields:
-        temperature: that of the rules, or None.
-        The others: as in `TruncatedRows`.
-    """
+    """What the gradient of rows needs beside their logits, `[...]`; see `TruncatedRows`."""
 
     label: Tensor
     in_set: Tensor
-    temperature: Tensor | None
+    temperature: Tensor | None  # that of the rules, or None
     threshold: Tensor
     maximum: Tensor
     sumexp: Tensor
@@ -122,15 +104,10 @@ class TruncatedGrads(NamedTuple):
 
 
 class TruncatedKernels(NamedTuple):
-    """The functions of one backend that work on rows of logits `[M, C]`.
+    """The functions of one backend that work on rows of logits `[M, C]`."""
 
-    Fields:
-        of_rows: writes the `TruncatedRows`.
-        gradient: writes the gradient of the logits of some classes.
-    """
-
-    of_rows: Callable[..., None]
-    gradient: Callable[..., None]
+    of_rows: Callable[..., None]  # writes the `TruncatedRows`
+    gradient: Callable[..., None]  # writes the gradient of the logits of some classes
 
 
 def sums_of_results(rows: TruncatedRows, temperature: Tensor | None) -> TruncatedSums:

@@ -102,7 +102,6 @@ def threshold_of(raw: Tensor, x: Tensor, rules: Rules) -> Tensor:
     Args:
         raw: the logits, `[..., C]`.
         x: the same, soft-capped, relative to the maximum and over the temperature.
-        rules: the rules.
     """
     top_k, top_p, min_p = rules[:3]
     classes, (ordered, index) = raw.shape[-1], raw.sort(-1, descending=True)

@@ -31,6 +31,7 @@ from ..linear_heads.common import (
     empty_coefficients,
     empty_statistics,
 )
+from ..linear_heads.products import multiply_blocks
 from . import reference
 from .common import packed_size
 from .shard import (
@@ -246,7 +247,7 @@ def _hidden_gradients(
         rows = head.rows_in(saved[0].view(input.dtype), len(input), len(weight))[:, : len(weight)]
         if to_input:
             d_input = d_input.new_empty(len(rows), input.shape[1])
-            head.input_gradient(rows, d_input)
+            multiply_blocks(rows, weight, d_input, head.invariant)
     if to_input:
         rest = (ctx.shard, input.dtype, head.invariant, ctx.scattered)
         sum_of_ranks = sum_of_rows(d_input[:tokens], *rest)

@@ -30,16 +30,21 @@ class RankKernels(NamedTuple):
 
     def parallel_state(
         self,
-        input: Tensor,
+        input: Tensor,  # this rank's logits, [M, C_local], or the hidden states, [M, H]
+        # weight, bias: this rank's rows of the matrix, and of the bias; None with logits
         weight: Tensor | None,
         bias: Tensor | None,
+        # low_rank_input, low_rank_weight: as in `Head`, the second with this rank's rows
         low_rank_input: Tensor | None,
         low_rank_weight: Tensor | None,
+        # target, class_weight: relative to this rank's classes
         target: Tensor,
         class_weight: Tensor | None,
-        first_class: int,
+        first_class: int,  # this rank's first class among all classes
         options: RowOptions,
+        # chunk, save_logits: as in `accumulate_hidden`
         chunk: int,
+        # invariant, widens: as in `Head`
         invariant: bool,
         widens: bool,
         save_logits: bool,
@@ -49,16 +54,6 @@ class RankKernels(NamedTuple):
         The state is `[packed_size, M]`: maximum, sumexp, label logit and number of classes; with
         smoothing also origin, smoothing loss and sum of the class weights; with an entropy also
         sum_x_exp and the bits of the argmax.
-
-        Args:
-            input: this rank's logits, `[M, C_local]`, or the hidden states, `[M, H]`.
-            weight, bias: this rank's rows of the matrix, and of the bias; None with logits.
-            low_rank_input, low_rank_weight: as in `Head`, the second with this rank's rows.
-            target, class_weight: relative to this rank's classes.
-            first_class: this rank's first class among all classes.
-            options: the options of the statistics.
-            chunk, save_logits: as in `accumulate_hidden`.
-            invariant, widens: as in `Head`.
         """
         M, classes = len(input), input.shape[1] if weight is None else len(weight)
         smoothing, entropy = options.needs_smoothing, options.needs_entropy

@@ -27,12 +27,10 @@ from ..divergence.autograd import (
 from ..divergence.common import (
     Distillation,
     DivergenceRows,
-    Objective,
     TermOptions,
-    check_options,
+    checked_divergence,
     checked_objective,
     columns,
-    divergence_options,
     in_common_precision,
     label_loss,
     origin_of_sums,
@@ -75,22 +73,15 @@ NO_LABEL = -1
 
 
 class MergedSums(NamedTuple):
-    """Maximum and sum of exponentials of the rows of a model, in fp64.
+    """Maximum and sum of exponentials of the rows of a model, in fp64."""
 
-    Fields:
-        maximum, sumexp: those of all classes, `[M]`.
-        origin: what all exponentials are relative to, `[M]`.
-        of_ranks: the sums of each rank, `[ranks, M]`.
-        scales: the factors that make them relative to `origin`, `[ranks, M]`.
-        moved: by how much the origins of the ranks lie above `origin`, `[ranks, M]`.
-    """
-
+    # maximum, sumexp: those of all classes, [M]
     maximum: Tensor
     sumexp: Tensor
-    origin: Tensor
-    of_ranks: Tensor
-    scales: Tensor
-    moved: Tensor
+    origin: Tensor  # what all exponentials are relative to, [M]
+    of_ranks: Tensor  # the sums of each rank, [ranks, M]
+    scales: Tensor  # the factors that make them relative to `origin`, [ranks, M]
+    moved: Tensor  # by how much the origins of the ranks lie above `origin`, [ranks, M]
 
     @classmethod
     def of(
@@ -320,9 +311,8 @@ def divergence(
         >>> dist.destroy_process_group()
     """
     pair = _pair_of_logits(logits, teacher_logits, group, classes)
-    check_options(beta, mask, reduction, logits, "logits")
-    options = divergence_options(float(beta), *checks.temperature_and_softcap(temperature, softcap))
-    objective = Objective.of_divergence(options, mask, reduction)
+    of_rows = (logits, "logits", mask, reduction)
+    objective, options = checked_divergence(*of_rows, beta, temperature, softcap)
     return objective.loss(pair.rows(None, options).terms)
 
 
@@ -410,20 +400,13 @@ def _refuse_teacher_classes(teacher_classes: Tensor | None, selected: str) -> No
 
 
 class Pair(NamedTuple):
-    """This rank's logits of student and teacher, `[M, C_local]`, and what their rows stand for.
-
-    Fields:
-        logits, teacher_logits: the logits.
-        shard: their classes.
-        invariant: whether the rows may fill whole blocks, as those of heads in that mode do.
-        shape: the shape of the rows that a user has.
-    """
+    """This rank's logits of student and teacher, `[M, C_local]`, and what their rows stand for."""
 
     logits: Tensor
     teacher_logits: Tensor
-    shard: VocabShard
-    invariant: bool
-    shape: torch.Size
+    shard: VocabShard  # the classes of the logits
+    invariant: bool  # whether the rows may fill whole blocks, as those of heads in that mode do
+    shape: torch.Size  # the shape of the rows that a user has
 
     def rows(self, target: Tensor | None, options: TermOptions) -> DivergenceRows:
         """Return the terms of each row, fields `[...]`."""
@@ -490,9 +473,8 @@ def linear_divergence(
     """
     heads = (input, linear_weight, teacher_input, teacher_weight, linear_bias, teacher_bias)
     pair = _pair_of_heads(*heads, group, classes, logits_dtype, low_rank)
-    check_options(beta, mask, reduction, input, "input")
-    options = divergence_options(float(beta), *checks.temperature_and_softcap(temperature, softcap))
-    objective = Objective.of_divergence(options, mask, reduction)
+    of_rows = (input, "input", mask, reduction)
+    objective, options = checked_divergence(*of_rows, beta, temperature, softcap)
     return objective.loss(pair.rows(None, options).terms)
 
 

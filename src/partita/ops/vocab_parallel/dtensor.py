@@ -23,17 +23,11 @@ from .local_losses import (
 
 
 class MeshRows(NamedTuple):
-    """Rows that are sharded over some dimensions of a mesh.
-
-    Fields:
-        mesh: the mesh.
-        dims: the dimensions of the mesh over which they are sharded.
-        shape: the shape of all rows.
-    """
+    """Rows that are sharded over some dimensions of a mesh."""
 
     mesh: DeviceMesh
-    dims: list[int]
-    shape: torch.Size
+    dims: list[int]  # the dimensions of the mesh over which they are sharded
+    shape: torch.Size  # the shape of all rows
 
     def placements(self, placement: Placement) -> list[Placement]:
         """Return the placement in the dimensions of the rows, and Replicate in the others."""

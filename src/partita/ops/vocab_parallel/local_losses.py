@@ -42,18 +42,11 @@ RowLosses = tuple[Tensor, Tensor | None, int]
 
 
 class ParallelLossArguments(NamedTuple):
-    """The arguments of a call that all losses have.
+    """The arguments of a call that all losses have."""
 
-    Fields:
-        weight: the weights of the classes of all ranks, `[C]`, or None.
-        group: the process group, or None for all ranks.
-        classes: the number of classes of all ranks or of each rank, or None for equal shards.
-        options: the options of the loss.
-    """
-
-    weight: Tensor | None
-    group: dist.ProcessGroup | None
-    classes: Classes
+    weight: Tensor | None  # the weights of the classes of all ranks, [C], or None
+    group: dist.ProcessGroup | None  # the process group, or None for all ranks
+    classes: Classes  # the number of classes of all ranks or of each rank, or None for equal shards
     options: LossOptions
 
     @property

@@ -73,16 +73,8 @@ def parallel_coefficients(
     At least one of the gradients is given. `entropies` is read for that of the entropy.
     """
     like = next(grad for grad in grads if grad is not None)
-    coefficients = gradient_coefficients(
-        grads,
-        target,
-        class_weight,
-        entropies,
-        classes,
-        temperature,
-        ignore_index,
-        like.dtype,
-    )
+    of_rows = (target, class_weight, entropies)
+    coefficients = gradient_coefficients(grads, *of_rows, classes, temperature, ignore_index)
     return GradientCoefficients(
         *(like.new_empty(0) if tensor is None else tensor for tensor in coefficients)
     )

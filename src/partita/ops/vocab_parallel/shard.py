@@ -68,17 +68,11 @@ Classes = int | Sequence[int] | None  # the `classes` argument of the public fun
 
 
 class VocabShard(NamedTuple):
-    """The classes that this rank has, among those of all ranks.
+    """The classes that this rank has, among those of all ranks."""
 
-    Fields:
-        group: the name of the process group.
-        sizes: the number of classes of each rank, in rank order.
-        rank: the index of this rank in the group.
-    """
-
-    group: Any
-    sizes: tuple[int, ...]
-    rank: int
+    group: Any  # the name of the process group
+    sizes: tuple[int, ...]  # the number of classes of each rank, in rank order
+    rank: int  # the index of this rank in the group
 
     @property
     def first_class(self) -> int:
@@ -154,11 +148,6 @@ def sum_over_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
     return _collectives.all_reduce(tensor, "sum", shard.group)
 
 
-def sum_and_scatter(tensor: Tensor, shard: VocabShard) -> Tensor:
-    """Start the sum over the ranks, and return this rank's share of it, a tensor to wait for."""
-    return _collectives.reduce_scatter_tensor(tensor, "sum", len(shard.sizes), shard.group)
-
-
 def sum_of_rows(
     rows: Tensor, shard: VocabShard, dtype: torch.dtype, invariant: bool, scattered: bool = False
 ) -> Callable[[], Tensor]:
@@ -171,8 +160,10 @@ def sum_of_rows(
     """
     world = len(shard.sizes)
     if not invariant or world < 3:
-        start = sum_and_scatter if scattered else sum_over_ranks
-        unfinished = start(rows, shard)
+        if scattered:
+            unfinished = _collectives.reduce_scatter_tensor(rows, "sum", world, shard.group)
+        else:
+            unfinished = sum_over_ranks(rows, shard)
         return lambda: wait_for(unfinished).to(dtype)
     number, missing = len(rows), -len(rows) % world
     filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows

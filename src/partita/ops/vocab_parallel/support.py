@@ -206,9 +206,7 @@ def linear_support_stats(
     def entries(x: Tensor, support: Support) -> Tensor:
         # The gradients of hidden states are added up in the accumulator's dtype.
         x = SumOverRanks.apply(x.to(acc_dtype(x.dtype)), shard, True, is_batch_invariant())
-        own = logits_of_entries(x[:, :hidden], weight, bias, shard.first_class, support)
-        if factor is not None:
-            own = own + logits_of_entries(x[:, hidden:], factor, None, shard.first_class, support)
+        own = logits_of_entries(x, head, shard.first_class, support)
         total: Tensor = SumOverRanks.apply(own, shard, False, False)
         return total
 

@@ -31,27 +31,16 @@ DEFAULT_TIMEOUT_S = 600.0  # where the group has no timeout
 
 @dataclass
 class SharedSlots:
-    """The slots of a group on this rank: one set is in use, and one is cleared for the next call.
+    """The slots of a group on this rank: a set in use, and one cleared for the next call."""
 
-    Args:
-        slots: two tensors `[slots]`, int64.
-        peers: two tensors `[world]`, int64, the addresses of either set on every rank.
-        timed_out: `[1]` int64. It stays set, because slots may be written late after a timeout.
-        failed: `[1]` int32 on the host; the device writes it when a program times out.
-        max_polls: how often a program reads its slots before it times out.
-        handle: the object that owns the shared memory.
-        calls: the number of calls that have used the slots.
-        stream: the stream of the latest call.
-    """
-
-    slots: tuple[Tensor, Tensor]
-    peers: tuple[Tensor, Tensor]
-    timed_out: Tensor
-    failed: Tensor
-    max_polls: int
-    handle: Any
-    calls: int = 0
-    stream: torch.cuda.Stream | None = None
+    slots: tuple[Tensor, Tensor]  # [slots] int64 each
+    peers: tuple[Tensor, Tensor]  # [world] int64 each, the addresses of a set on every rank
+    timed_out: Tensor  # [1] int64. It stays set, because slots may be written late after a timeout.
+    failed: Tensor  # [1] int32 on the host; the device writes it when a program times out
+    max_polls: int  # how often a program reads its slots before it times out
+    handle: Any  # the object that owns the shared memory
+    calls: int = 0  # the number of calls that have used the slots
+    stream: torch.cuda.Stream | None = None  # the stream of the latest call
 
     def memory_of_next_call(self, device: torch.device) -> RankMemory:
         """Return the memory of the next call, which all ranks make.

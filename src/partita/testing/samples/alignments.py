@@ -35,7 +35,7 @@ USUAL_SEARCH = {"steps": (500,), "batch": (16,), "classes": (5, 32, 1024)}
 of_paths = partial(Call, numba=True, forward=Bound(8.0, 1e-6), backward=Bound(8.0, 4e-6))
 
 
-def sequences(draw: Draw, sizes: Sizes, names: tuple[str, str], blank: int = 0) -> Inputs:
+def sequences(draw: Draw, sizes: Sizes, names: tuple[str, str]) -> Inputs:
     """Return targets without the blank, and lengths for which each has an alignment."""
     if sizes["classes"] < 2:
         raise ValueError(
@@ -47,7 +47,7 @@ def sequences(draw: Draw, sizes: Sizes, names: tuple[str, str], blank: int = 0) 
         "targets": targets,
         names[0]: draw.lengths(sizes["batch"], most, least),
         names[1]: draw.lengths(sizes["batch"], sizes["labels"]),
-        "blank": blank,
+        "blank": 0,
         "reduction": "none",
     }
 

@@ -78,9 +78,8 @@ def _lean(draw: Draw, sizes: Sizes, heads: int = 1) -> Inputs:
     return {"memory_budget": heads * sizes["rows"] * row}
 
 
-def _lean_heads(draw: Draw, sizes: Sizes) -> Inputs:
-    """Return a budget for the logits and gradients of a student and of a teacher."""
-    return _lean(draw, sizes, heads=4)
+# A budget for the logits and gradients of a student and of a teacher.
+_lean_heads = partial(_lean, heads=4)
 
 
 def _wide(draw: Draw, sizes: Sizes) -> Inputs:

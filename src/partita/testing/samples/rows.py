@@ -118,8 +118,6 @@ def _named_logits(draw: Draw, sizes: Sizes) -> Inputs:
 
 
 STATISTICS: dict[str, Any] = {"temperature and softcap": {"temperature": 0.7, "softcap": 5.0}}
-
-
 RULES = {"top_k": 5, "top_p": 0.8, "min_p": 0.01}
 
 
@@ -264,10 +262,10 @@ def _distillation(draw: Draw, sizes: Sizes) -> Inputs:
     return {**_divergence(draw, sizes), **labels(draw, sizes), "weights": TERMS}
 
 
-def best_classes(logits: Tensor, k: int = 3) -> TopK:
-    """Return the best classes of each row, and the log-sum-exp of all."""
+def best_classes(logits: Tensor) -> TopK:
+    """Return the three best classes of each row, and the log-sum-exp of all."""
     x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    best = x.log_softmax(-1).topk(min(k, x.shape[-1]))
+    best = x.log_softmax(-1).topk(min(3, x.shape[-1]))
     return TopK(best.values, best.indices, x.logsumexp(-1))
 
 

@@ -38,28 +38,18 @@ from .two_passes import cross_entropy_backward_kernel, cross_entropy_forward_ker
 
 
 class _OnePassCall(NamedTuple):
-    """The arguments of a one-pass loss.
+    """The arguments of a one-pass loss."""
 
-    Fields:
-        logits: `[N, C, ...]`.
-        dlogits: memory for the gradient, like the logits; may be the logits.
-        target: labels `[N, ...]` or probabilities `[N, C, ...]`.
-        weight: class weights `[C]`, or None.
-        denominator: what divides a sum of losses, `[]`, or None.
-        options, dtype: the options, and the dtype of the loss.
-        is_chunk: whether these are some of the rows of a loss.
-        shares: the shares of the denominators of that loss, or None for a sum.
-    """
-
-    logits: Tensor
-    dlogits: Tensor
-    target: Tensor
-    weight: Tensor | None
-    denominator: Tensor | None
+    logits: Tensor  # [N, C, ...]
+    dlogits: Tensor  # memory for the gradient, like the logits; may be the logits
+    target: Tensor  # labels [N, ...] or probabilities [N, C, ...]
+    weight: Tensor | None  # class weights [C], or None
+    denominator: Tensor | None  # what divides a sum of losses, [], or None
+    # options, dtype: the options, and the dtype of the loss
     options: LossOptions
     dtype: torch.dtype
-    is_chunk: bool = False
-    shares: Tensor | None = None
+    is_chunk: bool = False  # whether these are some of the rows of a loss
+    shares: Tensor | None = None  # the shares of the denominators of that loss, or None for a sum
 
 
 def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> RowView | None:

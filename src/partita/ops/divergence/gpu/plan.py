@@ -21,25 +21,15 @@ MIXTURE_REGISTERS = 80  # of a thread, with which a multiprocessor has six progr
 
 
 class MixturePlan(NamedTuple):
-    """The programs that keep their parts of a row of both logits in registers.
+    """The programs that keep their parts of a row of both logits in registers."""
 
-    Fields:
-        splits: the programs of a row.
-        classes_per_program: the classes of a program. The last program has the rest.
-        blocks: the blocks of these classes. All but the last are full, also in the last program.
-    """
-
-    splits: int
-    classes_per_program: int
-    blocks: int
+    splits: int  # the programs of a row
+    classes_per_program: int  # the classes of a program. The last program has the rest.
+    blocks: int  # the blocks of these classes. All but the last are full, also in the last program.
 
 
 def mixture_plan(classes: int) -> MixturePlan | None:
-    """Return the plan of rows of 16-bit logits in whole vectors, or None where another serves them.
-
-    Args:
-        classes: the number of classes.
-    """
+    """Return the plan of rows of 16-bit logits in whole vectors, or None for other rows."""
     if 2 * classes <= MAX_WHOLE_BYTES:
         return None
     vector = 2 * MIXTURE_WORDS
@@ -54,34 +44,22 @@ def mixture_plan(classes: int) -> MixturePlan | None:
 
 
 class OnePassPlan(NamedTuple):
-    """The programs that share a row of both logits.
+    """The programs that share a row of both logits."""
 
-    Fields:
-        block: the classes that a program reads at once.
-        splits: the programs of a row.
-        classes_per_program: the classes of a program, a multiple of the block. The last program
-            has the rest.
-        num_warps: the warps of a program.
-    """
-
-    block: int
-    splits: int
+    block: int  # the classes that a program reads at once
+    splits: int  # the programs of a row
+    # The classes of a program, a multiple of the block. The last program has the rest.
     classes_per_program: int
-    num_warps: int
+    num_warps: int  # the warps of a program
 
 
 def one_pass_plan(classes: int, itemsize: int, target: Target) -> OnePassPlan | None:
-    """Return the plan of rows of adjacent classes, or None if two passes serve them.
-
-    Args:
-        classes: the number of classes.
-        itemsize: the bytes of a logit.
-        target: the GPU; programs of the interpreter cannot wait for one another.
-    """
+    """Return the plan of rows of adjacent classes, or None if two passes serve them."""
     if itemsize > 4:
         return None  # a pair of statistics has to fit 64 bits
     block = min(BLOCK_BYTES // itemsize, next_power_of_2(max(classes, 2)))
     splits = 1
+    # Programs of the interpreter cannot wait for one another.
     if not target.interpreted and classes * itemsize > MAX_WHOLE_BYTES:
         splits = min(cdiv(classes * itemsize, PART_BYTES), MAX_SPLITS)
     per_program = cdiv(cdiv(classes, splits), block) * block

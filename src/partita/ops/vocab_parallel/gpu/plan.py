@@ -6,33 +6,21 @@ from typing import Any, NamedTuple
 
 
 class RankMemory(NamedTuple):
-    """The memory in which ranks exchange the statistics of rows.
+    """The memory in which ranks exchange the statistics of rows."""
 
-    Fields:
-        slots_ptr: the slots of this rank, [world + M * (world * splits + 1)] int64, zero: the
-            header of each rank, then for each row the pairs of all ranks' programs and the logit of
-            the label.
-        peers_ptr: the addresses of the slots of all ranks, [world] int64.
-        timed_out_ptr: whether a program of this rank has timed out in any call, [1] int64.
-        failed_ptr: the same for the host, [1] int32 on the host.
-    """
-
+    # The slots of this rank, [world + M * (world * splits + 1)] int64, zero: the header of each
+    # rank, then for each row the pairs of all ranks' programs and the logit of the label.
     slots_ptr: Any
-    peers_ptr: Any
-    timed_out_ptr: Any
-    failed_ptr: Any
+    peers_ptr: Any  # the addresses of the slots of all ranks, [world] int64
+    timed_out_ptr: Any  # whether a program of this rank has timed out in any call, [1] int64
+    failed_ptr: Any  # the same for the host, [1] int32 on the host
 
 
 class RowSplit(NamedTuple):
-    """The division of each rank's part of a row, which is the same on all ranks.
+    """The division of each rank's part of a row, which is the same on all ranks."""
 
-    Fields:
-        splits: programs that share the part of one rank.
-        block: classes that one program holds in registers.
-    """
-
-    splits: int
-    block: int
+    splits: int  # programs that share the part of one rank
+    block: int  # classes that one program holds in registers
 
 
 def row_split(sizes: tuple[int, ...], itemsize: int) -> RowSplit:
