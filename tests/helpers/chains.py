@@ -15,10 +15,6 @@ def assert_close_fp64(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
-def chain_indices(chain: Chain) -> list[int]:
-    return list(range(chain.scores.shape[1]))
-
-
 def table(kind: str, states: int, slots: int, generator: torch.Generator) -> torch.Tensor:
     """Return the sources `[states, slots]`, or `[states, states]` of a dense table."""
     if kind == "dense":

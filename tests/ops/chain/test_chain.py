@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from helpers.chains import (
-    NUMBER_OF_PATHS,
-    assert_close_fp64,
-    chain_indices,
-    random_chain,
-    small_chains,
-)
+from helpers.chains import NUMBER_OF_PATHS, assert_close_fp64, random_chain, small_chains
 from hypothesis import given, settings
 
 import partita
@@ -33,7 +27,7 @@ def edge_probabilities(chain: Chain, n: int) -> torch.Tensor:
 @given(small_chains())
 def test_logz_and_marginals_against_all_paths(chain: Chain) -> None:
     total, marginals = chain.logz(), chain.marginals()
-    for n in chain_indices(chain):
+    for n in range(chain.scores.shape[1]):
         scores = all_paths(chain, n).scores
         assert_close_fp64(
             total[n],
@@ -52,7 +46,7 @@ def test_entropy_expectation_kl_and_log_prob_against_all_paths(chain: Chain) -> 
         chain.scores + values, chain.source, chain.initial, chain.final, lengths=chain.lengths
     )
     entropy, mean, divergence = chain.entropy(), chain.expectation(values, *ends), chain.kl(other)
-    for n in chain_indices(chain):
+    for n in range(chain.scores.shape[1]):
         paths = all_paths(chain, n)
         if not len(paths.scores) or paths.scores.max() == -torch.inf:
             assert entropy[n] == 0 and mean[n] == 0 and divergence[n] == 0
@@ -91,7 +85,7 @@ def test_kl_is_infinite_where_the_other_forbids_a_path() -> None:
 def test_counting_semiring_gives_the_number_of_paths(chain: Chain) -> None:
     ones = Chain(torch.ones_like(chain.scores), chain.source, lengths=chain.lengths)
     assert ones.logz(NUMBER_OF_PATHS).tolist() == [
-        len(all_paths(ones, n).scores) for n in chain_indices(chain)
+        len(all_paths(ones, n).scores) for n in range(chain.scores.shape[1])
     ]
 
 
