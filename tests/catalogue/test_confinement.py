@@ -10,10 +10,10 @@ from helpers.catalogue import (
     DIFFERENTIABLE,
     EVERY,
     all_samples,
+    in_places,
     is_score,
     one_rank,
     outcome,
-    places,
     same_bits,
 )
 from helpers.rows import INTERPRETING
@@ -51,8 +51,7 @@ def second_derivatives(sample: Sample) -> dict[str, Tensor]:
 
 
 @pytest.mark.interpreted
-@places
-@pytest.mark.parametrize("name", [name for name, call in EVERY.items() if call.uncounted])
+@in_places(name for name, call in EVERY.items() if call.uncounted)
 def test_what_does_not_count_contributes_nothing(name: str, backend: str, device: str) -> None:
     """It reaches no bit of a result or of a gradient, which is 0 there, whatever it holds."""
     wrong = []
@@ -118,8 +117,7 @@ def reached(
 
 
 @pytest.mark.interpreted
-@places
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.rows])
+@in_places(name for name, call in CALLS.items() if call.rows)
 def test_a_nan_stays_in_its_row(name: str, backend: str, device: str) -> None:
     """It makes results of its row NaN, and reaches no bit of another row."""
     row, wrong = 0, []
@@ -173,10 +171,7 @@ def is_valid(name: str, part: str, x: Tensor) -> bool:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.interpreted
-@places
-@pytest.mark.parametrize(
-    "name", [name for name, call in CALLS.items() if call.rows and CHECKED & set(call.batch)]
-)
+@in_places(name for name, call in CALLS.items() if call.rows and CHECKED & set(call.batch))
 def test_an_integer_out_of_range_stays_in_its_row(name: str, backend: str, device: str) -> None:
     """Where nothing is checked, results and gradients of its row are NaN, or there is no path."""
     row, wrong = 0, []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.catalogue import BACKEND, DIFFERENTIABLE, VARIANTS, is_score, places, same_bits
+from helpers.catalogue import BACKEND, DIFFERENTIABLE, VARIANTS, in_places, is_score, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -18,8 +18,7 @@ from partita.testing.samples import CALLS, Draw, Sample
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 TWICE = [name for name, (call, _) in VARIANTS.items() if CALLS[call].second_derivatives]
 SEARCHES = [name for name in CALLS if name not in DIFFERENTIABLE and not name.endswith("sample")]
-each_call = pytest.mark.parametrize("name", VARIANTS)
-in_places = pytest.mark.parametrize(*places.args, indirect=["backend"])
+each_call = in_places(VARIANTS, indirect=["backend"])
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +62,6 @@ def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-@in_places
 @each_call
 def test_batched_gradients(name: str, device: str) -> None:
     if "in place" in name:
@@ -85,7 +83,6 @@ def test_batched_gradients(name: str, device: str) -> None:
         assert_close(found, expected)
 
 
-@in_places
 @each_call
 def test_functional_gradients(name: str, device: str) -> None:
     of = problem(name, device)
@@ -105,7 +102,6 @@ def test_functional_gradients(name: str, device: str) -> None:
     assert_close((product,), expected[:1])
 
 
-@in_places
 @each_call
 def test_a_batch_of_arguments(name: str, device: str) -> None:
     if name == "cross_entropy, probabilities, all options":
@@ -129,8 +125,7 @@ def test_a_batch_of_arguments(name: str, device: str) -> None:
     assert_close(found, expected)
 
 
-@in_places
-@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("sample")])
+@in_places((name for name in CALLS if not name.endswith("sample")), indirect=["backend"])
 def test_a_batch_of_all_tensors(name: str, device: str) -> None:
     """Labels, lengths and masks may be batched too."""
     draws = [Draw(torch.float64, device=device, seed=seed, grad=False) for seed in (0, 1)]
@@ -150,8 +145,7 @@ def test_a_batch_of_all_tensors(name: str, device: str) -> None:
         torch.testing.assert_close(result, torch.stack(expected), **EXACT)
 
 
-@in_places
-@pytest.mark.parametrize("name", SEARCHES)
+@in_places(SEARCHES, indirect=["backend"])
 def test_searches_take_a_batch_of_arguments(name: str, device: str) -> None:
     sample = CALLS[name].sample(Draw(torch.float64, device=device))
     names = [part for part, x in sample.inputs.items() if is_score(x)]
@@ -166,8 +160,7 @@ def test_searches_take_a_batch_of_arguments(name: str, device: str) -> None:
         assert same_bits(result, torch.stack(expected))
 
 
-@in_places
-@pytest.mark.parametrize("name", TWICE)
+@in_places(TWICE, indirect=["backend"])
 def test_second_derivatives(name: str, device: str) -> None:
     """Compare those of a functional Hessian and of a graph with differences of gradients."""
     of, step = problem(name, device), 1e-5
@@ -235,7 +228,6 @@ LAZY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@in_places
 @each_call
 def test_tensors_whose_memory_does_not_hold_their_values(name: str, device: str) -> None:
     of = problem(name, device)
@@ -248,7 +240,6 @@ def test_tensors_whose_memory_does_not_hold_their_values(name: str, device: str)
         assert_close(grads, expected)
 
 
-@in_places
 @each_call
 def test_zeros_without_memory(name: str, device: str) -> None:
     of = problem(name, device)

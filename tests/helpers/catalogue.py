@@ -1,7 +1,8 @@
 """The catalogue of calls as parameters of tests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ each_call = pytest.mark.parametrize("name", CALLS)
 # These are no ops but PyTorch's own.
 COMPOSED = {name for name in CALLS if name.endswith(("nbest", "_scores"))}
 COMPOSED -= {"SemiMarkovChain.nbest"}  # which has kernels
+# PyTorch's functions serve these on a CPU by default.
+NATIVE = {"softmax", "log_softmax", "cross_entropy", "linear_cross_entropy"}
 with partita.backend("reference"):
     DIFFERENTIABLE = [
         name
@@ -59,15 +62,19 @@ def outcome(sample: Sample) -> dict[str, Tensor]:
     return {**{f"result {i}": result.detach() for i, result in enumerate(results)}, **found}
 
 
-# The reference on a GPU is PyTorch's own code there.
-places = pytest.mark.parametrize(
-    ("device", "backend"),
-    [
-        ("cpu", BACKEND),
-        ("cpu", "reference"),
-        pytest.param("cuda", BACKEND, marks=pytest.mark.gpu),
-    ],
-)
+def in_places(names: Iterable[str], **options: Any) -> pytest.MarkDecorator:
+    """Parametrize a test by the name of a call or variant, the device and the backend.
+
+    The reference on a GPU is PyTorch's own code there. On a CPU it serves by default what neither
+    Numba's kernels nor PyTorch's functions serve.
+    """
+    cases: list[Any] = []
+    for name in names:
+        call, _ = VARIANTS.get(name, (name, ""))
+        is_other = INTERPRETING or EVERY[call].numba or call in NATIVE
+        cases += [(name, "cpu", each) for each in (BACKEND, "reference")[: 1 + is_other]]
+        cases.append(pytest.param(name, "cuda", BACKEND, marks=pytest.mark.gpu))
+    return pytest.mark.parametrize(("name", "device", "backend"), cases, **options)
 
 
 @contextmanager

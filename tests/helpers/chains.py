@@ -15,10 +15,6 @@ def assert_close_fp64(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
-def chain_indices(chain: Chain) -> list[int]:
-    return list(range(chain.scores.shape[1]))
-
-
 def table(kind: str, states: int, slots: int, generator: torch.Generator) -> torch.Tensor:
     """Return the sources `[states, slots]`, or `[states, states]` of a dense table."""
     if kind == "dense":
@@ -45,7 +41,7 @@ def random_chain(
 ) -> Chain:
     """Return chains with standard normal scores.
 
-    A share `forbidden` of the scores is -inf. Scores past a length and of missing edges are NaN.
+    A share `forbidden` of all scores is -inf. Scores past a length and of missing edges are NaN.
     """
     g = torch.Generator().manual_seed(seed)
     source = table(kind, states, slots, g)
@@ -55,13 +51,12 @@ def random_chain(
     lengths = torch.randint(0, steps + 1, (chains,), generator=g) if ragged else None
     if lengths is not None:
         scores[torch.arange(steps)[:, None] >= lengths] = torch.nan
-    initial, final = (
-        torch.randn(2, chains, states, generator=g, dtype=torch.float64).to(dtype).to(device)
-    )
+    of_ends = torch.randn(2, chains, states, generator=g, dtype=torch.float64)
+    of_ends[torch.rand(of_ends.shape, generator=g) < forbidden] = -torch.inf
     return Chain(
         scores.to(dtype).to(device),
         source.to(device),
-        *((initial, final) if ends else (None, None)),
+        *(of_ends.to(dtype).to(device) if ends else (None, None)),
         lengths=None if lengths is None else lengths.to(device),
     )
 

@@ -108,8 +108,3 @@ def test_the_constructor_refuses_options_that_no_call_accepts(
     sizes = {"in_features": 3, "num_classes": 4} if module.startswith("Linear") else {}
     with raises(error):
         getattr(partita.nn, module)(**sizes, **arguments)
-
-
-def test_module_is_lazy_and_listed() -> None:
-    assert "nn" in dir(partita)
-    assert "CrossEntropyLoss" in dir(partita.nn)

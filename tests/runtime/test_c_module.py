@@ -78,7 +78,7 @@ ENDINGS: dict[str, Callable[[Ops, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_ten_thousand_calls_leave_nothing(ending: str, ops: Ops) -> None:
+def test_thousands_of_calls_leave_nothing(ending: str, ops: Ops) -> None:
     x = with_all_kinds_of_memory(ops)
     launch(ops, x)
     call, programs = ENDINGS[ending], ops.programs
@@ -95,11 +95,11 @@ def test_ten_thousand_calls_leave_nothing(ending: str, ops: Ops) -> None:
         return sys.getallocatedblocks(), [sys.getrefcount(each) for each in held]
 
     blocks, references = counts(10)
-    more_blocks, more_references = counts(10_000)
+    more_blocks, more_references = counts(4_000)
     assert more_references[:-1] == references[:-1]
-    # Each call would add or take 10,000. The rest of the process frees holders of the dtype, too.
-    assert abs(more_references[-1] - references[-1]) < 5_000
-    assert more_blocks - blocks < 5_000
+    # Each call would add or take 4,000. The rest of the process frees holders of the dtype, too.
+    assert abs(more_references[-1] - references[-1]) < 2_000
+    assert more_blocks - blocks < 2_000
 
 
 def test_ten_thousand_calls_from_eight_threads(ops: Ops) -> None:

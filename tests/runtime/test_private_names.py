@@ -51,7 +51,7 @@ def own_names() -> set[str]:
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
                 found.add(node.attr)
     return found
 
@@ -81,7 +81,7 @@ def private_names_in(text: str, own: set[str]) -> Iterator[str]:
         name = ""
         if isinstance(node, ast.Attribute):
             name = node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
             name = ast.unparse(node.args[1]).strip("'")
         if is_private(name) and name not in own:
             yield name

@@ -53,17 +53,6 @@ def test_replays_have_the_bits_of_the_plain_path(
     assert launcher.module() is not None and refusals == []
 
 
-@pytest.mark.parametrize("name", ["softmax", "cross_entropy", "ctc_loss", "logz"])
-def test_triton_launches_where_there_is_no_c_module(
-    name: str, calls: dict[str, Callable[[], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = calls[name]()
-    monkeypatch.setattr(launcher, "module", lambda: None)
-    disconnect(monkeypatch)
-    for _ in range(3):
-        assert_same(calls[name](), expected)
-
-
 @pytest.mark.long
 @pytest.mark.multigpu
 @pytest.mark.parametrize("current", [0, 1])
@@ -229,13 +218,6 @@ def test_a_replay_is_captured_in_a_graph(
         tensor.zero_()
     graph.replay()
     assert_same(found, expected)
-
-
-def test_negated_views_are_read_with_their_sign() -> None:
-    x = numbers(8, 1000)
-    negated = torch._neg_view(x)
-    for _ in range(3):
-        torch.testing.assert_close(partita.softmax(negated), partita.softmax(-x))
 
 
 def test_a_table_that_changes_is_read_again() -> None:

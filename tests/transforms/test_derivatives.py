@@ -52,7 +52,7 @@ def test_one_input_may_be_a_function_of_another(
     A plain backward pass does so too; third derivatives must agree as well.
     """
     x = torch.randn(
-        3, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        2, 1, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
     with partita.backend(backend):
         (plain,) = torch.autograd.grad(function(x), x)

@@ -1,7 +1,6 @@
 """Chains at the edges of the contract: dtypes, strides, empty and wrong inputs."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from helpers.errors import raises
 
 import partita
 from partita import Chain, Max, edges_from_states
-from partita.runtime import backend as _backend
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -84,26 +82,6 @@ def test_bad_arguments_of_methods() -> None:
             call()
     with partita.backend("numba"), raises("RuntimeError: backend 'numba': this semiring has no"):
         CHAIN.logz(NUMBER_OF_PATHS)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_an_invalid_source_makes_all_chains_nan() -> None:
-    chain = random_chain(ragged=False, forbidden=0.0)
-    with partita.backend("reference"):
-        assert Chain(chain.scores, chain.source + 3).logz().isnan().all()
-
-
-def test_without_numba_a_warning_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    _backend._without_numba.cache_clear()
-    monkeypatch.setattr(_backend, "numba_problem", lambda: "pip install numba brings it")
-    cpu = torch.device("cpu")
-    with pytest.warns(RuntimeWarning, match="pip install numba") as warned:
-        assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
-    assert [warning.filename for warning in warned] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
-    _backend._without_numba.cache_clear()
 
 
 def test_autocast_leaves_chains_as_they_are() -> None:

@@ -214,14 +214,6 @@ def test_an_invalid_source_makes_all_chains_nan(device: str) -> None:
         assert (result.isnan() if result.is_floating_point() else result == -1).all(), name
 
 
-@kernel_devices
-def test_table_is_built_anew_when_it_changes(device: str) -> None:
-    chain = random_chain(5, 2, 4, 2, ragged=False, forbidden=0.0, device=device)
-    assert_logz_matches_reference(chain, torch.float32)
-    chain.source.copy_(chain.source.flip(0))
-    assert_logz_matches_reference(chain, torch.float32)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("states", [64, 256])

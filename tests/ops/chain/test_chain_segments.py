@@ -260,7 +260,10 @@ def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: 
     chain = random_chain(*shape, kind=kind, seed=sum(shape), device=device, dtype=torch.float32)
     for scale in (0.0, 1.0, 30.0):
         scores = (chain.scores * scale).nan_to_num(0.0, neginf=-torch.inf).round()
-        ends = [(t * scale).round() for t in (chain.initial, chain.final)]
+        ends = [
+            (t * scale).nan_to_num(0.0, neginf=-torch.inf).round()
+            for t in (chain.initial, chain.final)
+        ]
         assert_best_path_matches_reference(
             Chain(scores, chain.source, *ends, lengths=chain.lengths)
         )

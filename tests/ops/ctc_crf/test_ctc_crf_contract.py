@@ -10,9 +10,8 @@ import partita
 
 @pytest.mark.usefixtures("unchecked")
 @backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_unchecked_values_make_nan_of_their_sequence(dtype: torch.dtype, backend: str) -> None:
-    x = torch.zeros(4, 7, 9, 4, dtype=dtype, requires_grad=True)
+def test_unchecked_values_make_nan_of_their_sequence(backend: str) -> None:
+    x = torch.zeros(4, 7, 9, 4, requires_grad=True)
     targets = torch.tensor([[1, 2], [1, 9], [-3, 1], [1, 2], [1, 2], [0, 1], [1, 2]])
     rest = targets, [2, 2, 2, 2, -1, 2, 3], [3, 4, 4, 5, 4, 4, 4]
     with partita.backend(backend):

@@ -102,15 +102,6 @@ def test_first_and_second_derivatives(backend: str, kind: str, scale: float) -> 
         )
 
 
-def test_the_kernels_draw_what_the_reference_draws() -> None:
-    chain = random_linear_chain(30, 3, 6, seed=4)
-    drawn = []
-    for backend in ("reference", "numba"):
-        with partita.backend(backend):
-            drawn.append(chain.sample(50, torch.Generator().manual_seed(0)).states)
-    assert torch.equal(*drawn)
-
-
 def test_the_chain_of_sparse_edges_is_the_same() -> None:
     for kind in KINDS:
         chain = random_linear_chain(kind=kind, seed=3)
@@ -118,19 +109,6 @@ def test_the_chain_of_sparse_edges_is_the_same() -> None:
         assert_close_fp64(sparse.logz(), chain.logz())
         assert_close_fp64(sparse.marginals(), chain.marginals())
         assert torch.equal(sparse.viterbi().states, chain.viterbi().states)
-
-
-def test_linear_chain_is_the_hidden_markov_model() -> None:
-    """Log Z is that of the forward algorithm in probabilities."""
-    g = torch.Generator().manual_seed(0)
-    start, end = torch.rand(4, generator=g, dtype=torch.float64).softmax(0), None
-    transitions = torch.rand(4, 4, generator=g, dtype=torch.float64).softmax(1)
-    likelihood = torch.rand(9, 1, 4, generator=g, dtype=torch.float64)
-    p = start * likelihood[0, 0]
-    for t in range(1, 9):
-        p = (p @ transitions) * likelihood[t, 0]
-    chain = partita.linear_chain(likelihood.log(), transitions.log(), start.log(), end)
-    assert_close_fp64(chain.logz(), p.sum().log()[None])
 
 
 def test_compiled_code_samples() -> None:

@@ -1,7 +1,5 @@
 """Dense linear chains: arguments, failures, exactness at any length, memory."""
 
-import resource
-
 import pytest
 import torch
 from helpers.errors import raises
@@ -12,7 +10,6 @@ import partita
 from partita import LinearChain
 
 backends = pytest.mark.parametrize("backend", ["reference", "numba"])
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @backends
@@ -71,18 +68,14 @@ def test_a_mask_with_a_hole_is_nan_where_values_are_not_checked(
 
 
 EMISSIONS, TRANSITIONS = torch.zeros(3, 2, 4), torch.zeros(4, 4)
-
-
 BAD = {
     "TypeError: emissions: expected a floating dtype": {"emissions": EMISSIONS.long()},
     r"ValueError: emissions: expected shape \[T, N, C\]": {"emissions": EMISSIONS[0]},
-    "ValueError: emissions: .* T of at least 1": {"emissions": EMISSIONS[:0]},
     r"ValueError: transitions: expected shape \[C, C\]": {"transitions": TRANSITIONS[:3]},
     r"ValueError: transitions: .*got \[3, 4, 4\]": {"transitions": torch.zeros(3, 4, 4)},
     r"ValueError: start: expected shape \[C\]": {"start": torch.zeros(3)},
     "ValueError: end: expected shape": {"end": torch.zeros(4, 2)},
     "ValueError: lengths: .* from 1 to 3": {"lengths": [3, 0]},
-    "ValueError: lengths: expected shape": {"lengths": [3]},
     "TypeError: mask: expected dtype": {"mask": torch.ones(3, 2)},
     "TypeError: mask: expected either lengths or a mask": {
         "mask": torch.ones(3, 2).bool(),
@@ -199,5 +192,4 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 def test_memory_does_not_grow_with_the_transitions_of_all_tokens() -> None:
     """Scores [T - 1, N, C, C] would take 1.2 GiB."""
-    assert resource.RUSAGE_SELF == 0
     assert int(run_fresh(MEMORY).stdout) < 400

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.rows import INTERPRETING, kernel_devices
-from helpers.token_chains import KINDS, random_linear_chain
+from helpers.token_chains import KINDS, random_linear_chain, scores_of
 from torch import Tensor
 
 import partita
@@ -19,16 +19,12 @@ def random_values(chain: LinearChain, per_sequence: bool = False) -> list[Tensor
     """Return values of the scores, which may be transition values of each sequence."""
     g = torch.Generator().manual_seed(7)
     _, N, C = chain.emissions.shape
-    shapes = [None if x is None else x.shape for x in (*scores_of(chain),)]
+    shapes = [None if x is None else x.shape for x in scores_of(chain)]
     shapes[1] = torch.Size((N, C, C)) if per_sequence else shapes[1]
     return [
-        None if shape is None else torch.randn(shape, generator=g, dtype=torch.float64).to(device)
-        for shape, device in zip(shapes, [chain.emissions.device] * 4, strict=True)
+        None if shape is None else torch.randn(shape, generator=g).to(chain.emissions)
+        for shape in shapes
     ]
-
-
-def scores_of(chain: LinearChain) -> list[Tensor | None]:
-    return [chain.emissions, chain.transitions, chain.start, chain.end]
 
 
 def results(

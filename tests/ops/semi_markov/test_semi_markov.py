@@ -13,7 +13,7 @@ from helpers.token_chains import (
 from torch import Tensor
 
 import partita
-from partita import linear_chain, semi_markov_chain
+from partita import semi_markov_chain
 
 backends = pytest.mark.parametrize("backend", ["reference", "numba"])
 
@@ -150,21 +150,6 @@ def test_the_k_best_paths_of_odd_numbers(backend: str, monkeypatch: pytest.Monke
     assert (found.states[..., 2:] == -1).all() and not found.starts[..., 2:].any()
 
 
-def test_segments_of_one_step_are_a_linear_chain() -> None:
-    chain = random_semi_markov(7, 3, 4, 1, seed=3)
-    linear = linear_chain(
-        chain.emissions + chain.durations[0],
-        *(chain.transitions, chain.start, chain.end),
-        lengths=chain.lengths,
-    )
-    with partita.backend("reference"):
-        assert_close_fp64(chain.logz(), linear.logz())
-        assert_close_fp64(chain.state_marginals(), linear.state_marginals())
-        assert_close_fp64(chain.entropy(), linear.entropy())
-        assert torch.equal(chain.viterbi().states, linear.viterbi().states)
-        assert torch.equal(chain.viterbi().starts, chain.viterbi().states >= 0)
-
-
 def test_equal_paths_go_to_low_states_and_short_segments() -> None:
     chain = semi_markov_chain(torch.zeros(4, 1, 2), torch.zeros(2, 2), torch.zeros(3, 2))
     for backend in ("reference", "numba"):
@@ -196,7 +181,6 @@ def test_what_is_no_path_has_no_probability() -> None:
     "change",
     [
         {"emissions": torch.zeros(3, 2)},
-        {"emissions": torch.zeros(0, 1, 2)},
         {"emissions": torch.zeros(3, 1, 2).long()},
         {"transitions": torch.zeros(2, 3)},
         {"durations": torch.zeros(0, 2)},
@@ -206,7 +190,6 @@ def test_what_is_no_path_has_no_probability() -> None:
         {"end": torch.zeros(2, 2)},
         {"lengths": [4]},
         {"lengths": [0]},
-        {"lengths": [1, 1]},
     ],
 )
 def test_errors_name_the_argument(change: dict[str, Tensor]) -> None:

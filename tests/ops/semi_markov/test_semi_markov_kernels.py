@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.rows import INTERPRETING, kernel_devices
-from helpers.token_chains import random_semi_markov
+from helpers.token_chains import random_semi_markov, scores_of
 
 from partita import SemiMarkovChain, backend
 from partita.ops.semi_markov import autograd
@@ -18,8 +18,7 @@ LARGE = ((300, 3, 24, 50), (100, 2, 16, 100), (70, 2, 40, 33), (1000, 2, 5, 9))
 
 
 def tensors_of(chain: SemiMarkovChain, dtype: torch.dtype) -> list[torch.Tensor]:
-    scores = (chain.emissions, chain.transitions, chain.durations, chain.start, chain.end)
-    return [tensor.to(dtype) for tensor in scores]
+    return [tensor.to(dtype) for tensor in scores_of(chain)]
 
 
 def results(chain: SemiMarkovChain, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
