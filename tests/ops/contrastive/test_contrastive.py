@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from helpers.contrastive import clip_loss, features, siglip_loss
 from helpers.errors import raises
+from helpers.memory import Largest
 from helpers.rows import INTERPRETING, devices, devices_and_dtypes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import partita
 from partita.ops.contrastive import reference
@@ -154,25 +153,12 @@ def test_a_second_backward_pass_has_the_same_bits(kind: str, device: str) -> Non
         assert all(map(torch.equal, first, second)) and torch.equal(loss, again)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an op returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **kwargs or {})
-        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_logits_are_never_in_memory(kind: str) -> None:
     a, b, *numbers = (x.detach() for x in inputs(torch.float32, "cpu", kind))
     a, b, columns = a[:, :8], b[:, :8], len(b)
     is_sigmoid = kind.startswith("sigmoid")
     rest = (0, is_sigmoid, kind == "softmax", 20 * row_bytes(columns, torch.float32))
-    # The mode sees nothing inside of a registered op.
     with Largest() as largest:
         state = reference.contrastive_state(a, b, *numbers, *rest, False)
         reference.contrastive_gradient(a, b, *numbers, *state, *rest, True, True)
