@@ -76,13 +76,6 @@ def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> Batch:
     return Batch(*(t if t is None else t.requires_grad_() for t in head), *x[3:])
 
 
-def gradients(found: Tensor, x: Batch) -> tuple[Tensor, ...]:
-    """Return the gradients of the head, and leave the graph for another backward pass."""
-    leaves = [leaf for leaf in x[:3] if leaf is not None]
-    upstream = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).view(found.shape)
-    return torch.autograd.grad(found, leaves, upstream.to(found), retain_graph=True)
-
-
 def plain(x: Batch, **options: Any) -> Tensor:
     """Compute the loss from the logits with the reference."""
     with partita.backend("reference"):

@@ -1,7 +1,7 @@
 """Helpers for tests of ops on rows: comparisons with fp64, and inputs."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -194,6 +194,16 @@ def check_stats(
     if options.get("softcap") is None:  # which may round two logits to one number
         assert torch.equal(stats.argmax, logits.argmax(-1))
     assert {field.dtype for field in stats[:3]} == {acc_dtype(logits.dtype)}
+
+
+def gradients(result: Tensor, leaves: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return the gradients of the sum of a result with another factor for each element.
+
+    Leaves may be None. The graph is kept for another backward pass.
+    """
+    factors = torch.linspace(-1, 2, result.numel(), dtype=torch.float64).view(result.shape)
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    return torch.autograd.grad(result, wanted, factors.to(result), retain_graph=True)
 
 
 def targets_for(logits: Tensor, kind: str, *, ignored: int | None = None, seed: int = 1) -> Tensor:

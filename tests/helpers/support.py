@@ -1,5 +1,6 @@
 """Recorded supports, and the statistics over them by enumeration."""
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,3 +55,14 @@ def enumerated(
         for field, value in zip(fields, found, strict=True):
             field.append(torch.as_tensor(value, device=x.device))
     return torch.stack(fields[0]), torch.stack(fields[1]), torch.stack(fields[2])
+
+
+def gradients(found: Sequence[Tensor], leaves: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return the gradients of a sum with other factors for each row and field.
+
+    Leaves may be None. The graph is kept for another backward pass.
+    """
+    fields = [field.flatten() for field in found[:2]]
+    factors = torch.linspace(-1, 2, len(fields[0]), dtype=torch.float64).to(fields[0])
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    return torch.autograd.grad(fields, wanted, [factors, factors.flip(0)], retain_graph=True)

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from helpers.contrastive import clip_loss, features, siglip_loss
 from helpers.errors import raises
+from helpers.memory import Largest
 from helpers.rows import INTERPRETING, devices, devices_and_dtypes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import partita
 from partita.ops.contrastive import reference
@@ -154,25 +153,12 @@ def test_a_second_backward_pass_has_the_same_bits(kind: str, device: str) -> Non
         assert all(map(torch.equal, first, second)) and torch.equal(loss, again)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an op returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **kwargs or {})
-        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_logits_are_never_in_memory(kind: str) -> None:
     a, b, *numbers = (x.detach() for x in inputs(torch.float32, "cpu", kind))
     a, b, columns = a[:, :8], b[:, :8], len(b)
     is_sigmoid = kind.startswith("sigmoid")
     rest = (0, is_sigmoid, kind == "softmax", 20 * row_bytes(columns, torch.float32))
-    # The mode sees nothing inside of a registered op.
     with Largest() as largest:
         state = reference.contrastive_state(a, b, *numbers, *rest, False)
         reference.contrastive_gradient(a, b, *numbers, *state, *rest, True, True)
@@ -205,25 +191,23 @@ def test_rows_and_columns_far_below_the_others(dtype: torch.dtype, device: str) 
 
 
 @devices
-def test_few_rows(device: str) -> None:
-    for kind in ("softmax", "sigmoid"):
-        a, b = (torch.zeros(0, 3, device=device, requires_grad=True) for _ in range(2))
-        scale = torch.ones((), device=device, requires_grad=True)
-        loss = partita.contrastive_loss(a, b, scale, kind=kind)
-        loss.backward()
-        assert loss.isnan() and a.grad.shape == b.grad.shape == (0, 3) and scale.grad == 0
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("columns", [0, 4])
+def test_no_rows(columns: int, kind: str, device: str) -> None:
+    a, b = (torch.zeros(n, 3, device=device, requires_grad=True) for n in (0, columns))
+    scale = torch.ones((), device=device, requires_grad=True)
+    loss = partita.contrastive_loss(a, b, scale, kind=kind, symmetric=columns == 0)
+    loss.backward()
+    assert loss.isnan() and a.grad.shape == (0, 3) and scale.grad == 0
+    assert b.grad.shape == b.shape and not b.grad.nan_to_num().any()
+
+
+@devices
+def test_one_row(device: str) -> None:
     a = torch.ones(1, 3, device=device, requires_grad=True)
     loss = partita.contrastive_loss(a, a.detach(), 5.0)
     loss.backward()
     assert loss == 0 and not a.grad.any()
-
-
-@devices
-def test_no_rows_beside_columns(device: str) -> None:
-    a, b = (torch.zeros(n, 3, device=device, requires_grad=True) for n in (0, 4))
-    loss = partita.contrastive_loss(a, b, 2.0, symmetric=False)
-    loss.backward()
-    assert loss.isnan() and b.grad.shape == b.shape and not b.grad.nan_to_num().any()
 
 
 @devices

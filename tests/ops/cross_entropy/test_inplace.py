@@ -11,12 +11,12 @@ import partita
 from partita.testing import edge_rows, sample_labels, sample_rows
 
 CLASSES = 37
-reductions = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+passes = pytest.mark.parametrize("reduction", ["none", "mean"])  # two passes, and one
 
 
 @pytest.mark.interpreted
 @devices_and_dtypes
-@reductions
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("kind", ["labels", "probabilities"])
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3}], ids=["plain", "all"]
@@ -38,7 +38,7 @@ def test_against_fp64(
 
 @pytest.mark.interpreted
 @devices_and_dtypes
-@reductions
+@passes
 def test_the_gradient_lies_where_the_logits_were(
     reduction: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -84,28 +84,9 @@ def test_no_effect_where_no_gradient_is_needed(device: str) -> None:
     assert logits._version == version
 
 
-@devices
-@reductions
-def test_refuses_a_leaf(reduction: str, device: str) -> None:
-    logits, target = sample_labels(6, CLASSES, device=device)
-    with pytest.raises(
-        RuntimeError,
-        match=r"^inplace: expected logits that were computed from something, got a leaf",
-    ):
-        partita.cross_entropy(logits.requires_grad_(), target, reduction=reduction, inplace=True)
-
-
-@devices
-def test_refuses_expanded_logits(device: str) -> None:
-    x = leaf(1, CLASSES, device=device)
-    target = torch.zeros(6, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"^inplace: .*expanded"):
-        partita.cross_entropy((x * 1).expand(6, CLASSES), target, inplace=True)
-
-
 @pytest.mark.interpreted
 @devices
-@reductions
+@passes
 def test_refuses_a_second_derivative(reduction: str, device: str) -> None:
     x = leaf(6, CLASSES, device=device)
     loss = partita.cross_entropy(x * 1, targets_for(x, "labels"), reduction=reduction, inplace=True)
@@ -115,7 +96,7 @@ def test_refuses_a_second_derivative(reduction: str, device: str) -> None:
 
 @pytest.mark.interpreted
 @devices
-@reductions
+@passes
 def test_refuses_a_second_backward_pass(reduction: str, device: str) -> None:
     x = leaf(6, CLASSES, device=device)
     loss = partita.cross_entropy(
@@ -127,7 +108,7 @@ def test_refuses_a_second_backward_pass(reduction: str, device: str) -> None:
 
 
 @devices
-@reductions
+@passes
 def test_autograd_raises_if_others_saved_the_logits(reduction: str, device: str) -> None:
     """Check that autograd raises: the backward pass of exp needs its result, which is gone."""
     x = leaf(6, CLASSES, device=device)
@@ -136,24 +117,6 @@ def test_autograd_raises_if_others_saved_the_logits(reduction: str, device: str)
     )
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         loss.sum().backward()
-
-
-@devices
-@pytest.mark.parametrize("which", ["target", "weight"])
-@reductions
-def test_refuses_targets_and_weights_that_need_a_gradient(
-    reduction: str, which: str, device: str
-) -> None:
-    x = leaf(6, CLASSES, device=device)
-    target, weight = (
-        targets_for(x.detach(), "probabilities"),
-        class_weights(CLASSES, torch.float32, device),
-    )
-    {"target": target, "weight": weight}[which].requires_grad_()
-    with pytest.raises(
-        RuntimeError, match=r"^inplace: expected targets and class weights that need no gradient"
-    ):
-        partita.cross_entropy(x * 1, target, weight, reduction=reduction, inplace=True)
 
 
 @pytest.mark.interpreted
@@ -176,42 +139,56 @@ def test_autograd_raises_on_a_use_between_the_passes(device: str) -> None:
 @devices
 @pytest.mark.parametrize(
     "write",
-    [lambda z, t: z.zero_(), lambda z, t: partita.cross_entropy(z, t, inplace=True)],
+    [lambda z, t: z.detach().zero_(), lambda z, t: partita.cross_entropy(z, t, inplace=True)],
     ids=["zeros", "another loss"],
 )
 def test_a_write_over_the_gradient_raises(
     write: Callable[[Tensor, Tensor], Tensor], device: str
 ) -> None:
-    logits, target = (
-        leaf(4, CLASSES, device=device) * 2,
-        torch.zeros(4, dtype=torch.int64, device=device),
-    )
+    logits = leaf(4, CLASSES, device=device) * 2
+    target = torch.zeros(4, dtype=torch.int64, device=device)
     loss = partita.cross_entropy(logits, target, inplace=True)
-    if (
-        write(logits.detach() if write.__code__.co_names == ("zero_",) else logits, target)
-        is not None
-    ):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+    write(logits, target)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(
     "view",
-    [lambda p: p.view(37, 4).T, lambda p: p[:], lambda p: p.t().t(), lambda p: p.narrow(0, 1, 2)],
+    [
+        lambda p: p,
+        lambda p: p.view(37, 4).T,
+        lambda p: p[:],
+        lambda p: p.t().t(),
+        lambda p: p.narrow(0, 1, 2),
+    ],
 )
-def test_a_view_of_a_leaf_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+def test_a_leaf_and_its_views_are_refused(view: Callable[[Tensor], Tensor]) -> None:
     parameter = leaf(4, CLASSES)
     before, logits = parameter.detach().clone(), view(parameter)
-    with pytest.raises(RuntimeError, match="got a leaf, whose values would be lost"):
+    message = "^inplace: expected logits that were computed .*, got a leaf, whose values would be"
+    with pytest.raises(RuntimeError, match=message):
         partita.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), inplace=True)
     assert torch.equal(parameter, before)
 
 
 def test_rows_that_overlap_are_refused() -> None:
     numbers = torch.randn(10, requires_grad=True) * 1
-    with pytest.raises(ValueError, match="a tensor that is expanded or overlaps itself"):
-        partita.cross_entropy(
-            numbers.unfold(0, 4, 1), torch.zeros(7, dtype=torch.int64), inplace=True
-        )
+    for rows in (numbers.unfold(0, 4, 1), numbers.expand(7, 10)):
+        with pytest.raises(ValueError, match=r"^inplace: .* that is expanded or overlaps itself"):
+            partita.cross_entropy(rows, torch.zeros(7, dtype=torch.int64), inplace=True)
     padded = (torch.randn(3, 6, requires_grad=True) * 1)[:, :5].T.T
     partita.cross_entropy(padded, torch.zeros(3, dtype=torch.int64), inplace=True).backward()
+
+
+@pytest.mark.parametrize("which", ["target", "weight"])
+def test_targets_and_weights_that_need_a_gradient_are_refused(which: str) -> None:
+    x = leaf(6, CLASSES)
+    tensors = {
+        "target": targets_for(x.detach(), "probabilities"),
+        "weight": class_weights(CLASSES, torch.float32, "cpu"),
+    }
+    tensors[which].requires_grad_()
+    message = "^inplace: expected targets and class weights that need no gradient"
+    with pytest.raises(RuntimeError, match=message):
+        partita.cross_entropy(x * 1, **tensors, inplace=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.rows import check_stats, devices, devices_and_dtypes, dtypes, leaf, targets_for
+from helpers.rows import check_stats, devices, devices_and_dtypes, dtypes, targets_for
 
 import partita
 from partita.testing import EDGES, edge_rows, sample_labels, sample_rows
@@ -114,32 +114,6 @@ def test_argmax_is_a_class_whatever_the_logits(value: float, device: str) -> Non
     assert ((stats.argmax >= 0) & (stats.argmax < 70)).all()
 
 
-@pytest.mark.interpreted
-@devices
-def test_only_the_log_probability_of_ignored_rows_is_zero(device: str) -> None:
-    logits, labels = sample_labels(4, CLASSES, device=device)
-    stats = partita.token_stats(logits, labels)
-    ignored = partita.token_stats(logits, torch.full_like(labels, -100))
-    assert torch.equal(ignored.logprob, torch.zeros_like(ignored.logprob))
-    assert all(torch.equal(a, b) for a, b in zip(stats[1:], ignored[1:], strict=True))
-
-
-@pytest.mark.interpreted
-@devices
-def test_masked_classes_give_finite_statistics_and_gradients(device: str) -> None:
-    logits, labels = sample_labels(4, CLASSES, device=device)
-    logits[:, 1::2] = -torch.inf
-    labels = labels // 2 * 2
-    x = logits.requires_grad_()
-    stats = partita.token_stats(x, labels)
-    (grad,) = torch.autograd.grad(
-        stats.logprob.sum() + stats.entropy.sum() + stats.logsumexp.sum(), x
-    )
-    assert all(field.isfinite().all() for field in stats)
-    assert grad.isfinite().all()
-    assert not grad[:, 1::2].any()
-
-
 @devices
 def test_one_row_without_a_batch(device: str) -> None:
     logits, labels = sample_labels(1, CLASSES, device=device)
@@ -159,11 +133,6 @@ def test_one_field_alone_is_differentiable(field: str, device: str) -> None:
     torch.testing.assert_close(
         x.grad.double(), y.grad, rtol=0, atol=4 * torch.finfo(torch.float32).eps
     )
-
-
-def test_argmax_is_not_differentiable() -> None:
-    stats = partita.token_stats(leaf(4, CLASSES), torch.zeros(4, dtype=torch.int64))
-    assert not stats.argmax.requires_grad
 
 
 X, T = sample_labels(4, 7)

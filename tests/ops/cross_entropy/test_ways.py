@@ -1,18 +1,12 @@
 """Cross-entropy by each way of a call: PyTorch's function, one pass, and fused reductions."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from helpers.rows import check_loss, class_weights, devices, dtypes, leaf, targets_for
 
 import partita
-from partita.ops.cross_entropy import loss as losses
-from partita.ops.cross_entropy.autograd import scaled_gradient
-from partita.ops.cross_entropy.common import LossOptions
 from partita.ops.cross_entropy.gpu.plan import FUSED_ROWS, fused_block
-from partita.testing import EDGES, edge_rows, sample_labels, sample_rows
+from partita.testing import EDGES, edge_rows, sample_rows
 
 CLASSES = 37
 NUMBERS = [
@@ -68,64 +62,6 @@ def test_the_reference_with_rows_of_any_layout(inplace: bool, layout: tuple[int,
     logits = x.permute(order)
     with partita.backend("reference"):
         check_loss(logits, targets_for(logits, "labels", ignored=-100), inplace=inplace)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("ignore_index", [-100, 3, -1])
-def test_pytorchs_function_agrees_with_the_op(
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("PARTITA_BACKEND", raising=False)
-    x = leaf(16, CLASSES, dtype=dtype)
-    target = targets_for(x.detach(), "labels", ignored=ignore_index)
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "reduction": reduction,
-    }
-    results = []
-    for backend in ("auto", "reference"):
-        with partita.backend(backend):
-            loss = partita.cross_entropy(x, target, **options)
-        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_pytorchs_function_serves_small_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PARTITA_BACKEND", raising=False)
-    monkeypatch.delenv("PARTITA_CHECK", raising=False)
-    logits, target = sample_labels(6, CLASSES)
-
-    def served(logits: torch.Tensor = logits, weight: torch.Tensor | None = None) -> bool:
-        options = LossOptions(-100, 0.0, 0.0, 0.0, "mean")
-        return losses.native_cross_entropy(logits, target, weight, options) is not None
-
-    assert served()
-    assert served(weight=torch.ones(CLASSES))
-    assert not served(logits.half())
-    assert not served(logits.T.contiguous().T)
-    with torch.autograd.forward_ad.dual_level():
-        assert not served()
-    monkeypatch.setattr(losses, "NATIVE_ELEMENTS", 10)
-    assert not served()
-    monkeypatch.undo()
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    assert not served()
-
-
-def test_the_upstream_gradient_is_applied_on_the_cpu() -> None:
-    gradient = torch.ones(3)
-    scaled_gradient(SimpleNamespace(), gradient, torch.tensor(1.0), "auto")
-    assert torch.equal(gradient, torch.ones(3))
-    scaled_gradient(SimpleNamespace(), gradient, torch.tensor(2.5), "auto")
-    assert torch.equal(gradient, torch.full((3,), 2.5))
 
 
 def test_the_limits_of_the_fused_kernel() -> None:

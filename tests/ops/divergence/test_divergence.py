@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.divergence import truth
 from helpers.errors import raises
-from helpers.rows import INTERPRETING, devices, devices_and_dtypes
+from helpers.rows import INTERPRETING, devices, devices_and_dtypes, gradients
 from torch import Tensor
 
 import partita
@@ -21,11 +21,6 @@ def sample(
     x, t = (sample_rows(rows, shape[-1], device=device) for _ in range(2))
     t = (0.5 * x + t.flip(-1)).to(dtype)
     return x.to(dtype).view(shape), t.view(shape)
-
-
-def gradients(loss: Tensor, x: Tensor) -> Tensor:
-    upstream = torch.linspace(-1, 2, loss.numel(), dtype=torch.float64).view(loss.shape)
-    return torch.autograd.grad(loss, x, upstream.to(loss))[0]
 
 
 @devices_and_dtypes
@@ -51,7 +46,7 @@ def test_values_and_gradients(
     assert loss.dtype == single and loss.shape == shape[:-1]
     eps = torch.finfo(single).eps
     torch.testing.assert_close(loss.double(), expected, rtol=64 * eps, atol=64 * eps)
-    grad, true = gradients(loss, x), gradients(expected, exact)
+    (grad,), (true,) = gradients(loss, [x]), gradients(expected, [exact])
     assert grad.dtype == dtype
     # Triton's interpreter truncates to bf16, which has twice the error of rounding.
     rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
@@ -146,7 +141,7 @@ def test_the_same_distribution(beta: float, device: str) -> None:
     leaf = x.requires_grad_()
     loss = partita.divergence(leaf, x.detach() + 3.0, beta=beta, reduction="none")
     assert (loss.abs() <= 1e-5).all()
-    assert gradients(loss, leaf).abs().max() <= 1e-6
+    assert gradients(loss, [leaf])[0].abs().max() <= 1e-6
 
 
 @devices
@@ -165,7 +160,7 @@ def test_masked_classes(beta: float, device: str) -> None:
     rows = [i for i in range(3) if finite[i]]
     with torch.no_grad():
         p, q = x.double().softmax(-1), t.double().softmax(-1)
-    grad = gradients(loss[rows].sum()[None], leaf)[rows]
+    grad = gradients(loss[rows].sum()[None], [leaf])[0][rows]
     assert not grad.isnan().any()
     if beta == 0:
         torch.testing.assert_close(grad.double(), -(p - q)[rows], rtol=1e-5, atol=1e-6)
@@ -173,22 +168,18 @@ def test_masked_classes(beta: float, device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("beta", BETAS)
-def test_mask_and_reductions(beta: float, reduction: str, device: str) -> None:
+def test_masks(reduction: str, device: str) -> None:
+    """They have any dtype, and the mean over no rows is NaN."""
     x, t = sample(2, 4, 20, device=device)
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]], device=device)
-    expected = truth(x, t, beta) * mask
+    expected = truth(x, t, 0.25) * mask
     if reduction != "none":
         expected = expected.sum() / (mask.sum() if reduction == "mean" else 1)
     x[0, 1, 3] = torch.nan  # in a masked row
-    leaf = x.clone().requires_grad_()
     for given in (mask, mask.bool(), mask.float()):
-        loss = partita.divergence(leaf, t, beta=beta, mask=given, reduction=reduction)
+        loss = partita.divergence(x, t, beta=0.25, mask=given, reduction=reduction)
         torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    (grad,) = torch.autograd.grad(loss.sum(), leaf)
-    assert not grad[mask == 0].any() and grad[mask != 0].abs().amax(-1).all()
-    nothing = partita.divergence(leaf, t, beta=beta, mask=torch.zeros_like(mask))
-    assert nothing.isnan()
+    assert partita.divergence(x, t, mask=torch.zeros_like(mask)).isnan()
 
 
 @devices

@@ -132,23 +132,24 @@ def test_every_function_rounds_an_fp32_matrix(call: Any) -> None:
     assert gradient.dtype == torch.float32 and gradient.isfinite().all()
 
 
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
 @pytest.mark.parametrize(
-    ("dtypes", "message"),
+    ("input", "weight", "bias", "logits", "message"),
     [
-        ((torch.float32, torch.float32, torch.bfloat16), "logits_dtype: expected None, or torch."),
-        ((torch.float64, torch.float64, torch.float32), "logits_dtype: expected None, or torch."),
-        ((torch.bfloat16, torch.float64, None), "linear_weight: expected the dtype of input, tor"),
-        ((torch.float32, torch.bfloat16, None), "linear_weight: expected the dtype of input, tor"),
+        (SINGLE, SINGLE, SINGLE, HALF, "logits_dtype: expected None, or torch."),
+        (DOUBLE, DOUBLE, DOUBLE, SINGLE, "logits_dtype: expected None, or torch."),
+        (HALF, DOUBLE, DOUBLE, None, "linear_weight: expected the dtype of input, tor"),
+        (SINGLE, HALF, HALF, None, "linear_weight: expected the dtype of input, tor"),
+        (HALF, SINGLE, HALF, None, f"linear_bias: .* of linear_weight, {SINGLE}, got {HALF}"),
     ],
+    ids=str,
 )
-def test_dtypes_that_make_no_sense(dtypes: tuple[torch.dtype, ...], message: str) -> None:
-    hidden, matrix = (torch.zeros(4, 3, dtype=dtype) for dtype in dtypes[:2])
+def test_dtypes_that_make_no_sense(
+    input: torch.dtype, weight: torch.dtype, bias: torch.dtype, logits: Any, message: str
+) -> None:
+    hidden, matrix = torch.zeros(4, 3, dtype=input), torch.zeros(4, 3, dtype=weight)
+    offset = torch.zeros(4, dtype=bias)
     with pytest.raises(TypeError, match=f"^{message}"):
-        partita.linear_token_stats(hidden, matrix, logits_dtype=dtypes[2])
-
-
-def test_a_bias_has_the_dtype_of_the_matrix() -> None:
-    hidden, bias = torch.zeros(2, 3).bfloat16(), torch.zeros(4).bfloat16()
-    message = "^linear_bias: expected the dtype of linear_weight, torch.float32, got torch.bfloat16"
-    with pytest.raises(TypeError, match=message):
-        partita.linear_token_stats(hidden, torch.zeros(4, 3), linear_bias=bias)
+        partita.linear_token_stats(hidden, matrix, linear_bias=offset, logits_dtype=logits)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.memory import Largest
 from helpers.rows import devices, kernel_devices
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita
 from partita.ops.linear_heads.plan import low_rank_bytes
@@ -149,27 +149,14 @@ def test_one_read_overwrites_what_no_other_gradient_needs(reduction: str, device
         assert (ours.double() - right.double()).norm() <= 2e-3 * right.double().norm()
 
 
-class Sizes(TorchDispatchMode):
-    """Notes the most elements of a tensor that an op returns."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, Tensor):
-                self.most = max(self.most, each.numel())
-        return result
-
-
 def test_a_frozen_matrix_makes_no_tensor_of_its_size() -> None:
     """With few tokens even the logits are smaller than the matrix."""
     hidden, matrix, A = numbers(8, H), numbers(C, H).detach(), numbers(R, H)
     B, target = numbers(C, R), labels()[:8]
-    with Sizes() as sizes:
+    with Largest() as largest:
         lora = partita.LoRA(A, B)
         partita.linear_cross_entropy(hidden, matrix, target, low_rank=lora).backward()
-    assert 0 < sizes.most < matrix.numel() and B.grad.any() and A.grad.any()
+    assert 0 < largest.elements < matrix.numel() and B.grad.any() and A.grad.any()
 
 
 def test_ignored_rows_may_hold_anything() -> None:
@@ -221,20 +208,6 @@ def test_a_matrix_of_more_dimensions() -> None:
     logits = torch.einsum("mh,cdh->mcd", hidden, matrix)
     logits = logits + torch.einsum("mr,cdr->mcd", states, factor)
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, target))
-
-
-def test_second_derivatives() -> None:
-    target = torch.tensor([0, 3, -100])
-    leaves = [numbers(3, 4), numbers(5, 4), numbers(2, 4), numbers(5, 2)]
-
-    def loss(hidden: Tensor, matrix: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        options: dict[str, Any] = {"low_rank": partita.LoRA(A, B, 2.0), "memory_budget": 2**20}
-        stats = partita.linear_token_stats(hidden, matrix, target, **options)
-        mean = partita.linear_cross_entropy(hidden, matrix, target, **options)
-        return mean + stats.entropy.sum() + stats.logprob.square().sum()
-
-    assert torch.autograd.gradcheck(loss, leaves)
-    assert torch.autograd.gradgradcheck(loss, leaves)
 
 
 def test_autocast() -> None:

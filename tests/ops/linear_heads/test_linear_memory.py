@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.fresh import run_fresh
 from helpers.linear import batch_of, ours
+from helpers.memory import extra_memory
 from helpers.rows import INTERPRETING
 
 import partita
@@ -19,44 +20,36 @@ from partita.ops.linear_heads.truncated import LinearTruncated
 
 
 def test_plans() -> None:
-    plan = partita.linear_cross_entropy_plan
-    sizes = (8192, 4096, 128256, torch.bfloat16)
-    product = 2 * 8192 * 4096 * 128256
-    fast, lean, loss = (
-        plan(*sizes),
-        plan(*sizes, memory_budget=2**29),
-        plan(*sizes, input_grad=False, weight_grad=False),
-    )
+    plan, bf16 = partita.linear_cross_entropy_plan, torch.bfloat16
+    sizes, product = (8192, 4096, 128256, bf16), 2 * 8192 * 4096 * 128256
+    fast, lean = plan(*sizes), plan(*sizes, memory_budget=2**29)
+    loss = plan(*sizes, input_grad=False, weight_grad=False)
     assert (fast.name, fast.chunk, fast.flops) == ("fast", 8192, 3 * product)
     assert (lean.name, lean.flops) == ("lean", 4 * product) and lean.workspace_bytes <= 2**29
     assert (loss.name, loss.flops) == ("loss", product) and loss.workspace_bytes <= 2**28
     assert plan(*sizes, weight_grad=False).flops == 2 * product
-    long = plan(2**17, 4096, 128256, torch.bfloat16, memory_budget=2**33)
+    many = (2**17, 4096, 128256, bf16)
+    long = plan(*many, memory_budget=2**33)
     assert long.name == "fast" and 2048 <= long.chunk < 2**17 and long.workspace_bytes <= 2**33
-    assert (
-        plan(2**17, 4096, 128256, torch.bfloat16, memory_budget=2**33, reduced=False).name == "lean"
-    )
+    assert plan(*many, memory_budget=2**33, reduced=False).name == "lean"
     assert plan(2**17, 4096, 128256, torch.float16).name == "fast"
-    one, several = (
-        plan(8192, 4096, 64128, torch.bfloat16),
-        plan(8192, 4096, 64128, torch.bfloat16, parallel=True),
-    )
-    assert (
-        several.workspace_bytes - one.workspace_bytes == (8 + 2) * 8192 * 4096
-    )  # the gradient of hidden states in fp32, sent and received, and a copy of them in bf16
-    assert (
-        plan(2**17, 4096, 64128, torch.bfloat16, memory_budget=2**33, parallel=True).name == "lean"
-    )
-    assert (
-        plan(8192, 4096, 64128, torch.bfloat16, parallel=True, input_grad=False).workspace_bytes
-        == one.workspace_bytes + 2 * 8192 * 4096
-    )
     with pytest.raises(
         ValueError, match=r"memory_budget: expected at least .* bytes for 8,192 tokens"
     ):
         plan(*sizes, memory_budget=2**20)
     with pytest.raises(ValueError, match="tokens: expected an int of at least 0, got -1"):
         plan(-1, 2, 3, torch.float32)
+
+
+def test_plans_of_several_ranks() -> None:
+    """They have the gradient of hidden states in fp32, sent and received, and a copy in bf16."""
+    plan, sizes = partita.linear_cross_entropy_plan, (8192, 4096, 64128, torch.bfloat16)
+    one, several = (plan(*sizes, parallel=parallel) for parallel in (False, True))
+    assert several.workspace_bytes - one.workspace_bytes == (8 + 2) * 8192 * 4096
+    frozen = plan(*sizes, parallel=True, input_grad=False)
+    assert frozen.workspace_bytes - one.workspace_bytes == 2 * 8192 * 4096
+    many = (2**17, 4096, 64128, torch.bfloat16)
+    assert plan(*many, memory_budget=2**33, parallel=True).name == "lean"
 
 
 @pytest.mark.parametrize(
@@ -86,18 +79,6 @@ def test_the_plan_says_why() -> None:
     assert "no chunk of 2,048 tokens" in plan(*sizes, memory_budget=2**30).reason
     assert "unreduced" in plan(*sizes, reduced=False).reason
     assert "without gradients" in plan(*sizes, input_grad=False, weight_grad=False).reason
-
-
-def extra_memory(f: Callable[[], Any]) -> int:
-    """Return the peak of memory during a call, above what was allocated before it."""
-    f()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = f()
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.gpu
@@ -200,34 +181,19 @@ print(peak() - before)
     assert float(run_fresh(code).stdout) < 150
 
 
-@pytest.mark.parametrize(
-    ("function", "call"),
-    [
-        (LinearRows, lambda x, w: partita.linear_token_stats(x, w, memory_budget=2**25).logprob),
-        (
-            LinearLogprobs,
-            lambda x, w: partita.linear_logprobs(
-                x, w, torch.zeros(9, 2).long(), memory_budget=2**25
-            ),
-        ),
-        (
-            LinearTopK,
-            lambda x, w: partita.linear_topk_logprobs(x, w, 2, memory_budget=2**25).logprobs,
-        ),
-        (
-            LinearTruncated,
-            lambda x, w: partita.linear_truncated_stats(x, w, top_k=2, memory_budget=2**25).entropy,
-        ),
-        (
-            LinearDivergence,
-            lambda x, w: partita.linear_divergence(
-                x, w, x, w, reduction="none", memory_budget=2**25
-            ),
-        ),
-    ],
-)
+ROOM = {"memory_budget": 2**25}
+ONE_OF_SEVERAL: dict[Any, Callable[..., Any]] = {
+    LinearRows: lambda x, w: partita.linear_token_stats(x, w, **ROOM).logprob,
+    LinearLogprobs: lambda x, w: partita.linear_logprobs(x, w, torch.zeros(9, 2).long(), **ROOM),
+    LinearTopK: lambda x, w: partita.linear_topk_logprobs(x, w, 2, **ROOM).logprobs,
+    LinearTruncated: lambda x, w: partita.linear_truncated_stats(x, w, top_k=2, **ROOM).entropy,
+    LinearDivergence: lambda x, w: partita.linear_divergence(x, w, x, w, reduction="none", **ROOM),
+}
+
+
+@pytest.mark.parametrize("function", ONE_OF_SEVERAL)
 def test_unused_results_cost_no_memory_in_the_backward_pass(
-    function: Any, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch gives zeros for them otherwise, for the saved logits of all tokens too."""
     given: list[Any] = []
@@ -239,5 +205,5 @@ def test_unused_results_cost_no_memory_in_the_backward_pass(
 
     monkeypatch.setattr(function, "backward", staticmethod(noted))
     x, w = torch.randn(9, 16, requires_grad=True), torch.randn(2**18, 16, requires_grad=True)
-    call(x, w).sum().backward()
+    ONE_OF_SEVERAL[function](x, w).sum().backward()
     assert sum(grad is not None for grad in given) == 1 and len(given) > 2

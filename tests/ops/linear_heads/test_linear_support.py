@@ -10,7 +10,7 @@ from helpers.errors import raises
 from helpers.invariance import differences, of_rows, rows_of
 from helpers.linear import CLASSES, PLANS, TOKENS, Batch, batch_of, budgets, leaves_of
 from helpers.rows import INTERPRETING, devices, kernel_devices
-from helpers.support import IGNORED, Recorded, enumerated, recorded
+from helpers.support import IGNORED, Recorded, enumerated, gradients, recorded
 from torch import Tensor
 
 import partita
@@ -20,14 +20,6 @@ from partita.testing import poisoned_memory
 from partita.testing.samples import CALLS, Draw
 
 pytestmark = pytest.mark.interpreted
-
-
-def gradients(found: tuple[Tensor, ...], x: Batch) -> tuple[Tensor, ...]:
-    """Return the gradients of a sum with other factors for each row and field."""
-    upstream = torch.linspace(-1, 2, len(x.input), dtype=torch.float64).to(x.input.device)
-    factors = [upstream.to(found[0].dtype), upstream.flip(0).to(found[1].dtype)]
-    leaves = [leaf for leaf in x[:3] if leaf is not None]
-    return torch.autograd.grad(found[:2], leaves, factors, retain_graph=True)
 
 
 def call(x: Batch, given: Recorded, plan: str = "fast", **options: object) -> partita.SupportStats:
@@ -54,7 +46,7 @@ def test_values_and_gradients(
     given = recorded(TOKENS, CLASSES, device, empty=empty)
     with poisoned_memory():
         found = call(x, given, plan, temperature=temperature, softcap=softcap)
-        grads = gradients(found, x)
+        grads = gradients(found, x[:3])
     exact = leaves_of(x, torch.float64)
     logits = F.linear(exact.input, exact.weight, exact.bias)
     expected = enumerated(logits, given, temperature, softcap)
@@ -67,7 +59,7 @@ def test_values_and_gradients(
     torch.testing.assert_close(found.logprob.double(), expected[0], rtol=0, atol=atol)
     torch.testing.assert_close(found.entropy.double(), expected[1], rtol=0, atol=atol)
     eps = torch.finfo(dtype).eps * (2 if INTERPRETING else 1)
-    for grad, true in zip(grads, gradients(expected, exact), strict=True):
+    for grad, true in zip(grads, gradients(expected, exact[:3]), strict=True):
         assert grad.dtype == dtype
         bound = 32 * eps * true.abs().amax().item()
         torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
@@ -82,7 +74,7 @@ def test_a_matrix_in_fp32(empty: bool, device: str) -> None:
     given = recorded(TOKENS, CLASSES, device, empty=empty)
     with poisoned_memory():
         found = call(x, given, logits_dtype=torch.float32)
-        grads = gradients(found, x)
+        grads = gradients(found, x[:3])
     assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
     exact = leaves_of(x, torch.float64)
     logits = F.linear(exact.input, exact.weight, exact.bias)
@@ -92,7 +84,7 @@ def test_a_matrix_in_fp32(empty: bool, device: str) -> None:
     expected = enumerated(torch.where(has_all, rounded, logits), given)
     for field, true in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(field.double(), true, rtol=0, atol=1e-5)
-    for grad, true in zip(grads, gradients(expected, exact), strict=True):
+    for grad, true in zip(grads, gradients(expected, exact[:3]), strict=True):
         eps = torch.finfo(torch.bfloat16 if empty else grad.dtype).eps
         bound = (64 if INTERPRETING else 32) * eps * true.abs().amax().item()
         torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
@@ -106,12 +98,12 @@ def test_rows_with_ids_form_no_product(device: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(support, "linear_token_stats", refuse)
     x = leaves_of(batch_of(bias=True, device=device))
     given = recorded(TOKENS, CLASSES, device, empty=False)
-    gradients(call(x, given), x)
+    gradients(call(x, given), x[:3])
     # The rows without ids that are ignored need no product either.
     counts = given.offsets.diff() * (given.target != IGNORED)
     is_kept = (given.target != IGNORED).repeat_interleave(given.offsets.diff())
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    gradients(call(x, Recorded(given.target, given.ids[is_kept], offsets)), x)
+    gradients(call(x, Recorded(given.target, given.ids[is_kept], offsets)), x[:3])
     with pytest.raises(AssertionError, match="all logits"):
         call(x, recorded(TOKENS, CLASSES, device))
 
@@ -130,7 +122,7 @@ def test_rows_without_ids_are_those_of_token_stats(plan: str, device: str) -> No
     torch.testing.assert_close(found.entropy, torch.where(counts, stats.entropy, 0))
     assert torch.equal(found.in_set, counts)
     entropy = torch.where(counts, stats.entropy, 0)
-    pairs = zip(gradients(found, x), gradients((stats.logprob, entropy), x), strict=True)
+    pairs = zip(gradients(found, x[:3]), gradients((stats.logprob, entropy), x[:3]), strict=True)
     for grad, true in pairs:
         torch.testing.assert_close(grad, true, rtol=1e-5, atol=1e-6)
 
@@ -191,7 +183,7 @@ def test_what_does_not_count_may_hold_nan(empty: bool, plan: str, device: str) -
     x, spoilt = leaves_of(x), leaves_of(spoilt)
     found, expected = call(spoilt, given, plan), call(x, given, plan)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    for grad, true in zip(gradients(found, spoilt), gradients(expected, x), strict=True):
+    for grad, true in zip(gradients(found, spoilt[:3]), gradients(expected, x[:3]), strict=True):
         assert torch.equal(grad, true)
     loss = found.logprob[: TOKENS // 2].sum()
     half = leaves_of(spoilt._replace(input=spoilt.input.detach().clone()))
@@ -216,7 +208,7 @@ def test_numbers_out_of_range_spoil_their_rows_alone(plan: str, device: str) -> 
     x = leaves_of(batch_of(device=device))
     given = recorded(TOKENS, CLASSES, device, empty=False)
     right = call(x, given, plan)
-    true, row = gradients(right, x), 7
+    true, row = gradients(right, x[:3]), 7
     others = torch.arange(TOKENS, device=device) != row
     for number in (CLASSES, -(2**40)):
         for name in ("target", "ids"):
@@ -228,7 +220,7 @@ def test_numbers_out_of_range_spoil_their_rows_alone(plan: str, device: str) -> 
                 call(x, wrong, plan)
             with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}), poisoned_memory():
                 found = call(x, wrong, plan)
-                grads = gradients(found, x)
+                grads = gradients(found, x[:3])
             for field, truth in zip(found[:2], right[:2], strict=True):
                 assert field[row].isnan() and torch.equal(field[others], truth[others])
             assert grads[0][row].isnan().all() and torch.equal(grads[0][others], true[0][others])
@@ -243,7 +235,7 @@ def test_numbers_out_of_range_spoil_their_rows_alone(plan: str, device: str) -> 
     wrong = given._replace(offsets=given.offsets + 1)
     with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}), poisoned_memory():
         found = call(x, wrong, plan)
-        grads = gradients(found, x)
+        grads = gradients(found, x[:3])
     assert found.logprob.isnan().all() and found.entropy.isnan().all() and grads[0].isnan().all()
 
 
@@ -252,14 +244,11 @@ def test_frozen_parts_strides_and_leading_dimensions(device: str) -> None:
     x, given = batch_of(bias=True, device=device), recorded(TOKENS, CLASSES, device)
     full = leaves_of(x)
     expected = call(full, given)
-    of_full = gradients(expected, full)
+    of_full = gradients(expected, full[:3])
     for wanted in ((0,), (1,), (2,), (1, 2)):
         parts = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(x[:3])]
         part = Batch(*parts, *x[3:])
-        upstream = torch.linspace(-1, 2, TOKENS, dtype=torch.float64).float().to(device)
-        found = call(part, given)
-        leaves = [parts[i] for i in wanted]
-        grads = torch.autograd.grad(found[:2], leaves, [upstream, upstream.flip(0)])
+        grads = gradients(call(part, given), [parts[i] for i in wanted])
         for grad, i in zip(grads, wanted, strict=True):
             torch.testing.assert_close(grad, of_full[i], rtol=1e-5, atol=1e-6)
     columns = x._replace(
@@ -292,7 +281,7 @@ def test_offsets_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         on_host = given._replace(offsets=given.offsets.cpu())
         expected, found = call(x, given), call(x, on_host)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        pairs = zip(gradients(found, x), gradients(expected, x), strict=True)
+        pairs = zip(gradients(found, x[:3]), gradients(expected, x[:3]), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
     if device == "cuda":  # Every row has ids, so nothing waits.
         torch.cuda.set_sync_debug_mode("error")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.memory import extra_memory
 from helpers.rows import devices
 from torch import Tensor
 
@@ -81,23 +82,6 @@ def test_chunks_of_half_types_keep_what_all_logits_keep(device: str) -> None:
 
 
 @devices
-def test_derivatives(device: str) -> None:
-    draw = torch.Generator().manual_seed(5)
-    shapes = ((5, 4), (30, 4))
-    leaves = [
-        torch.randn(shape, generator=draw, dtype=torch.float64).to(device).requires_grad_()
-        for shape in shapes
-    ]
-    target = torch.arange(5, device=device)
-
-    def statistics(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        return partita.linear_truncated_stats(x, w, target, top_k=6, memory_budget=2500)[:4]
-
-    assert torch.autograd.gradcheck(statistics, leaves, nondet_tol=1e-9)
-    assert torch.autograd.gradgradcheck(statistics, leaves, nondet_tol=1e-9)
-
-
-@devices
 def test_padding_may_hold_nan(device: str) -> None:
     x, w, _, target = head(torch.float32, device)
     with torch.no_grad():
@@ -141,8 +125,7 @@ def test_the_search_is_part_of_the_budget(dtype: torch.dtype) -> None:
     x = torch.randn(1024, 64, device="cuda", dtype=dtype)
     w = torch.randn(40_000, 64, device="cuda", dtype=dtype)
     budget = 512 * (40_000 * dtype.itemsize + 4 * SEARCH_NUMBERS)  # four tiles of tokens
-    for _ in range(2):  # the first call allocates what the library keeps
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        partita.linear_truncated_stats(x, w, top_p=0.9, memory_budget=budget)
-    assert torch.cuda.max_memory_allocated() - before <= budget + 2**20  # for the results
+    extra = extra_memory(
+        lambda: partita.linear_truncated_stats(x, w, top_p=0.9, memory_budget=budget)
+    )
+    assert extra <= budget + 2**20  # for the results

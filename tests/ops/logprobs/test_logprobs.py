@@ -12,6 +12,7 @@ from torch import Tensor
 
 import partita
 from partita.testing import sample_rows
+from partita.testing.samples import in_torch
 
 pytestmark = pytest.mark.interpreted
 K = 3
@@ -27,12 +28,6 @@ def sample(
     ids = torch.arange(rows * K, device=device).view(*shape[:-1], K) * 7
     ids[..., 1] = torch.where(ids[..., 0] % 2 == 0, ids[..., 0], ids[..., 1])
     return logits.view(shape).to(dtype), ids % shape[-1]
-
-
-def truth(logits: Tensor, ids: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    x = logits.double()
-    x = softcap * (x / softcap).tanh() if softcap else x
-    return (x / temperature).log_softmax(-1).gather(-1, ids)
 
 
 def both(
@@ -60,7 +55,7 @@ def test_values_and_gradients(
     logits, ids = sample(*shape, dtype=dtype, device=device)
     options = {"temperature": temperature, "softcap": softcap}
     found, grad = both(lambda x: partita.logprobs(x, ids, **options), logits)
-    expected, true = both(lambda x: truth(x, ids, temperature, softcap), logits.double())
+    expected, true = both(lambda x: in_torch.logprobs(x, ids, **options), logits.double())
     single = torch.float64 if dtype == torch.float64 else torch.float32
     assert found.dtype == single and grad.dtype == dtype
     eps = torch.finfo(single).eps
@@ -70,17 +65,6 @@ def test_values_and_gradients(
     rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
     bound = max(rounding * 1.01, 64 * eps)
     torch.testing.assert_close(grad.double(), true, rtol=bound, atol=float(64 * eps * scale))
-
-
-@devices
-def test_one_id_is_the_label_of_token_stats(device: str) -> None:
-    logits, ids = sample(7, 400, device=device)
-    found, grad = both(lambda x: partita.logprobs(x, ids[:, :1], temperature=0.8), logits)
-    stats, other = both(
-        lambda x: partita.token_stats(x, ids[:, 0], temperature=0.8).logprob, logits
-    )
-    torch.testing.assert_close(found[:, 0], stats, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(grad, other, rtol=1e-5, atol=1e-7)
 
 
 @devices
@@ -120,9 +104,9 @@ def test_masked_and_huge_logits(device: str) -> None:
     )
     ids = torch.tensor([[1, 3], [0, 2], [1, 3]], device=device)
     found, grad = both(lambda x: partita.logprobs(x, ids), logits)
-    torch.testing.assert_close(found, truth(logits, ids, 1.0, None).float())
+    torch.testing.assert_close(found, in_torch.logprobs(logits.double(), ids).float())
     assert found[0, 0] == found[2, 1] == -torch.inf and not grad.isnan().any()
-    _, true = both(lambda x: truth(x, ids[1:2], 1.0, None), logits[1:2].double(), ONES)
+    _, true = both(lambda x: in_torch.logprobs(x, ids[1:2]), logits[1:2].double(), ONES)
     _, ours = both(lambda x: partita.logprobs(x, ids[1:2]), logits[1:2], ONES)
     torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-6)
 

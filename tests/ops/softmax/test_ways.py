@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.rows import OPS, Op, check_op, devices, dtypes, leaf, ops
+from helpers.rows import Op, check_op, devices, dtypes, leaf, ops
 
 import partita
 from partita.testing import EDGES, edge_rows, sample_rows
@@ -59,19 +59,3 @@ def test_a_tangent_is_refused_without_a_gradient(op: Op) -> None:
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
             op.ours(dual, -1)
-
-
-def test_pytorch_serves_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the default backend needs no op there, and that the reference needs one."""
-    from partita.ops.softmax import api
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("an op was called")
-
-    monkeypatch.delenv("PARTITA_BACKEND", raising=False)
-    monkeypatch.setattr(api.autograd, "softmax", refuse)
-    x = sample_rows(3, 5)
-    for name in ("softmax", "log_softmax"):
-        assert torch.equal(OPS[name].ours(x, -1), OPS[name].theirs(x, -1))
-        with partita.backend("reference"), pytest.raises(AssertionError, match="an op was called"):
-            OPS[name].ours(x, -1)

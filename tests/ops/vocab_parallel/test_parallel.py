@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.catalogue import one_rank
 from helpers.rank_processes import launch
 from helpers.ranks import PARTS, checks
 from helpers.rows import INTERPRETING
@@ -57,14 +58,13 @@ def test_a_rank_that_raises_does_not_leave_the_others_hanging(kind: str, tmp_pat
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def own_group() -> Iterator[None]:
+    with one_rank("cpu"):
+        yield
 
 
 @pytest.mark.interpreted
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("own_group")
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_divergences_in_fp64(beta: float) -> None:
     """They have a gradient, and a teacher or a student in fp32 costs no digits."""
@@ -104,7 +104,7 @@ def test_merged_rows_have_bits_of_their_own(dtype: torch.dtype) -> None:
                 assert torch.equal(found.nan_to_num(7.0), expected[part].nan_to_num(7.0))
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("own_group")
 def test_ops_of_one_device_refuse_a_dtensor() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     x, ids = torch.zeros(2, 3), torch.tensor([[0], [1]])
@@ -128,19 +128,13 @@ def test_no_process_group() -> None:
 
 
 @pytest.mark.gpu
-def test_gloo_is_refused_on_a_gpu(tmp_path: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
-        logits, target = torch.zeros(2, 3, device="cuda"), torch.tensor([0, 1], device="cuda")
-        for call in (parallel.cross_entropy, parallel.token_stats):
-            with pytest.raises(
-                RuntimeError, match=r"group: expected NCCL for tensors on cuda:0, got Gloo"
-            ):
-                call(logits, target)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("own_group")
+def test_gloo_is_refused_on_a_gpu() -> None:
+    logits, target = torch.zeros(2, 3, device="cuda"), torch.tensor([0, 1], device="cuda")
+    message = "group: expected NCCL for tensors on cuda:0, got Gloo"
+    for call in (parallel.cross_entropy, parallel.token_stats):
+        with pytest.raises(RuntimeError, match=message):
+            call(logits, target)
 
 
 def test_balanced() -> None:

@@ -2,11 +2,11 @@
 
 import datetime
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.catalogue import one_rank
 
 from partita.ops.vocab_parallel import symmetric_memory
 from partita.ops.vocab_parallel.autograd import matmul_during_collective
@@ -40,11 +40,8 @@ def test_rendezvous_of_ranks_with_other_histories() -> None:
         ranks[0].wait(["CUDA/9/1"], datetime.timedelta(milliseconds=10))
 
 
-def test_a_group_for_one_rendezvous(tmp_path: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
+def test_a_group_for_one_rendezvous() -> None:
+    with one_rank("cpu"):
         for _ in range(2):
             with symmetric_memory._rendezvous_group(dist.group.WORLD, "token") as name:
                 group = dist.distributed_c10d._resolve_process_group(name)
@@ -57,8 +54,6 @@ def test_a_group_for_one_rendezvous(tmp_path: Path) -> None:
             UserWarning, match="the GPUs do not share memory, so their statistics are gathered"
         ):
             assert symmetric_memory.allocate(dist.group.WORLD, torch.device("cpu"), 8) is None
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("classes", [0, 511, 512, 600])
