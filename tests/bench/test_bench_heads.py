@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from helpers.bench import (
     CPU,
-    devices,
     installed,
     machine_with,
     note_of_wrong,
@@ -25,6 +24,7 @@ from helpers.bench import (
     stand_in,
     texts_of,
 )
+from helpers.rows import devices
 from torch import Tensor
 
 import partita
@@ -67,10 +67,8 @@ def test_plans_of_ours(size: tuple[int, int, int], dtype: torch.dtype) -> None:
 def test_a_vocabulary_too_small_for_a_lean_plan() -> None:
     for size in ((128, 64, 2), (1, 64, 16), (5, 3, 128)):
         budget = heads._lean_budget(*size, torch.bfloat16)
-        assert (
-            partita.linear_cross_entropy_plan(*size, torch.bfloat16, memory_budget=budget).name
-            == "fast"
-        )
+        plan = partita.linear_cross_entropy_plan(*size, torch.bfloat16, memory_budget=budget)
+        assert plan.name == "fast"
         case = heads.LinearCrossEntropy("linear_cross_entropy", torch.bfloat16, *size)
         assert [row.part for row in run([case], PARTITA_LEAN) if row.timing] == list(PARTS)
 
@@ -89,43 +87,28 @@ def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tokens.leaf, labels.leaf, others.leaf) == (0, 1, 1)
     assert (len(tokens.where), len(labels.where), len(others.where)) == (64, 32, 32)
     assert (int(tokens.where[0]), int(tokens.where[-1])) == (0, 95)
-    assert (
-        torch.isin(labels.where, inputs.target).all()
-        and not torch.isin(others.where, inputs.target).any()
-    )
+    assert torch.isin(labels.where, inputs.target).all()
+    assert not torch.isin(others.where, inputs.target).any()
 
 
 def test_truth_where_every_class_is_a_label() -> None:
-    samples = (
-        dataclasses.replace(CASE, vocabulary=2)
-        .truth(dataclasses.replace(CASE, vocabulary=2).inputs(Buffers(CPU.device)))
-        .gradients
-    )
+    case = dataclasses.replace(CASE, vocabulary=2)
+    samples = case.truth(case.inputs(Buffers(CPU.device))).gradients
     assert [(sample.leaf, len(sample.where)) for sample in samples] == [(0, 64), (1, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @devices
 def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
-    rows = run(
-        [dataclasses.replace(CASE, dtype=dtype)],
-        PARTITA_FAST,
-        PARTITA_LEAN,
-        PRODUCTS,
-        TORCH,
-        machine=machine_with(device),
-    )
-    assert [(row.provider, row.part) for row in rows if row.timing] == [
-        (name, part)
-        for name in ("partita-fast", "partita-lean", "products", "torch")
-        for part in PARTS
-    ]
+    who = (PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH)
+    rows = run([dataclasses.replace(CASE, dtype=dtype)], *who, machine=machine_with(device))
+    measured = [(row.provider, row.part) for row in rows if row.timing]
+    assert measured == [(each.name, part) for each in who for part in PARTS]
     for row in rows:
-        assert (
-            math.isnan(row.error)
-            if row.provider == "products"
-            else row.error <= 16 * torch.finfo(dtype).eps
-        )
+        if row.provider == "products":
+            assert math.isnan(row.error)
+        else:
+            assert row.error <= 16 * torch.finfo(dtype).eps
         assert (row.extra_memory is not None) == (device == "cuda")
 
 
@@ -236,29 +219,17 @@ def test_a_picture_without_a_limit(tmp_path: Path) -> None:
     assert panels == [rows]
     (tmp_path / "x.svg").write_bytes(picture.render(panels, CPU, "svg"))
     texts = texts_of(tmp_path / "x.svg")
-    assert {
-        "Cross-entropy from hidden states and its gradients, fp32 logits, a CPU",
-        "partita-fast",
-        "products",
-        "torch",
-        "96 × 16 ×",
-        "400",
-    } <= texts and "copy" not in texts
+    title = "Cross-entropy from hidden states and its gradients, fp32 logits, a CPU"
+    assert {title, "partita-fast", "products", "torch", "96 × 16 ×", "400"} <= texts
+    assert "copy" not in texts
 
 
-has_torch_linear = pytest.mark.skipif(
-    not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op"
-)
-
-
-@has_torch_linear
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op")
 def test_the_op_of_pytorch() -> None:
     torch_linear = providers.choose(["torch-linear"])[-1]
     assert torch_linear.missing() is None
-    rows = run(
-        [dataclasses.replace(CASE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)],
-        torch_linear,
-    )
+    cases = [dataclasses.replace(CASE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    rows = run(cases, torch_linear)
     assert [row.part for row in rows if row.timing] == [*PARTS, *PARTS]
 
 
@@ -308,9 +279,8 @@ def test_what_the_kernels_of_liger_in_cute_can_take(monkeypatch: pytest.MonkeyPa
         device: str, dtype: torch.dtype = torch.bfloat16, tokens: int = 128, classes: int = 512
     ) -> str | None:
         hidden = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return heads.beyond_liger_cute(
-            heads.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
-        )
+        inputs = heads.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
+        return heads.beyond_liger_cute(inputs)
 
     assert reason("cuda:0") is None
     assert reason("cuda:1") == reason("cpu") == "needs a GPU of compute capability 9.0"
@@ -344,9 +314,8 @@ def test_cut_cross_entropy_is_called_as_it_wants_it(
 def test_what_cut_cross_entropy_cannot_take() -> None:
     def reason(device: str, dtype: torch.dtype) -> str | None:
         hidden = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return heads.beyond_cut_cross_entropy(
-            CASE.inputs(Buffers(CPU.device))._replace(hidden=hidden)
-        )
+        inputs = CASE.inputs(Buffers(CPU.device))
+        return heads.beyond_cut_cross_entropy(inputs._replace(hidden=hidden))
 
     assert reason("cuda", torch.bfloat16) is reason("cuda", torch.float16) is None
     assert reason("cuda", torch.float32) == "takes fp16 and bf16 only"
@@ -396,11 +365,9 @@ def test_liger_computes_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_and_the_yardstick_of_divergences() -> None:
-    found = [
-        case
-        for case in heads.divergence_cases(settings_with(dtypes=()))
-        if case.op == "linear_divergence"
-    ]
+    first, *found = heads.divergence_cases(settings_with(dtypes=()))
+    assert first.op == "divergence" and first.dtype == torch.bfloat16
+    found = [case for case in found if case.op == "linear_divergence"]
     assert [case.beta for case in found] == list(heads.BETAS)
     assert {case.dtype for case in found} == {torch.bfloat16}
     inputs = DIVERGENCE.inputs(Buffers(CPU.device))
@@ -469,5 +436,3 @@ def test_divergences_of_logits(beta: float) -> None:
         "inference": 2 * case.bytes,
         "total": 3 * case.bytes,
     }
-    first = next(iter(heads.divergence_cases(settings_with(dtypes=()))))
-    assert first.op == "divergence" and first.dtype == torch.bfloat16

@@ -146,31 +146,6 @@ def test_only_sizes_of_the_op_reach_its_worker(monkeypatch: pytest.MonkeyPatch) 
     assert sent == [(warm.warm_one, "logz", "fp16", {"states": (64,)}, "cuda:1")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["chess"], "op: expected some of softmax, log_softmax, "),
-        (["softmax", "--dtype", "fp8"], "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
-        (["softmax", "--rows", "0"], "expected positive whole numbers, got '0'"),
-        (["softmax", "--device", "cpu"], "op: PyTorch serves softmax on a CPU, and compiles"),
-        (["logz", "--hidden", "8"], "--hidden: a size of linear_cross_entropy, "),
-        (["softmax", "--width", "8"], "unrecognized arguments: --width 8"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_arguments(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(["warm", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    error = capsys.readouterr().err
-    assert code == 2
-    assert expected in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize("cause", ["no GPU", "interpreted", "no triton", "reference"])
 def test_without_kernels_there_is_nothing_to_warm(
     cause: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
