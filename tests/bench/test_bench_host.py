@@ -151,8 +151,6 @@ def test_first_calls_use_one_cache_that_starts_empty(
 
 def test_a_first_call_runs_in_a_process_of_its_own() -> None:
     assert run_fresh(host.seconds, "softmax", "torch", "cpu") > 0
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        run_fresh(host.seconds, "softmax", "nobody", "cpu")
 
 
 def test_a_first_call_that_fails_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

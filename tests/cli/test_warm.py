@@ -88,9 +88,7 @@ def test_sizes_that_an_op_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
         warm.warm_one("ctc_loss", "fp32", {**tiny("ctc_loss"), "classes": (1,)}, "cpu")
 
 
-def test_workers_are_processes_whose_failure_is_told() -> None:
-    result = warm.warm_in_process("softmax", "fp32", {"rows": (3,), "classes": (5,)}, "cpu")
-    assert result.seconds is not None and result.note == ""
+def test_the_failure_of_a_worker_is_told() -> None:
     result = warm.warm_in_process("softmax", "fp32", {"rows": (3,), "classes": (5,)}, "nowhere")
     assert result.seconds is None
     assert result.note.startswith("RuntimeError: Expected one of cpu, cuda, ")
