@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.bench import (
-    CPU,
+    inputs_of,
     installed,
     machine_with,
     note_of_wrong,
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import partita
 from partita.bench import chain, linear_chain, picture, providers
-from partita.bench.case import Buffers, Case, needs_gpu
+from partita.bench.case import Case, needs_gpu
 from partita.bench.providers import PARTITA, TORCH
 
 CHAINS, JUDGED = 8, (0, 2, 4, 7)
@@ -58,7 +58,7 @@ def test_tables() -> None:
     for table, slots in ((chain.kmers, 5), (chain.alignment, 3)):
         case = dataclasses.replace(LOGZ, table=table)
         assert (case.shape, case.bytes) == ((20, CHAINS, 16, slots), 4 * 20 * CHAINS * 16 * slots)
-        inputs = case.inputs(Buffers(CPU.device))
+        inputs = inputs_of(case)
         shapes = tuple(x.shape for x in (inputs.scores, inputs.source, inputs.initial))
         assert shapes == (case.shape, (16, slots), (CHAINS, 16))
 
@@ -112,7 +112,7 @@ def test_the_truth_of_long_chains(
     """Scans from both ends give the truth of long chains; a loop in PyTorch refuses them."""
     for case in (LOGZ, VITERBI):
         case = dataclasses.replace(case, table=table)
-        inputs, found = case.inputs(Buffers(CPU.device)), []
+        inputs, found = inputs_of(case), []
         for limit in (20, 19):
             monkeypatch.setattr(chain, "MAX_REFERENCE_STEPS", limit)
             truth = case.standard(inputs)
@@ -136,7 +136,7 @@ def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
 
 def test_every_chain_counts() -> None:
     """Chains that are not compared with fp64 are checked too."""
-    inputs = LOGZ.inputs(Buffers(CPU.device))
+    inputs = inputs_of(LOGZ)
     assert tuple(chain.judged(inputs).tolist()) == JUDGED
     for factor in (0.5, torch.nan):
         assert ", 3] (got " in note_of_wrong(LOGZ, off_by(factor, slice(3, 4)))
@@ -227,7 +227,7 @@ def test_what_the_libraries_cannot_take() -> None:
 
 
 def test_long_sequences_are_beyond_a_loop() -> None:
-    inputs = LINEAR_LOGZ.inputs(Buffers(CPU.device))
+    inputs = inputs_of(LINEAR_LOGZ)
     assert linear_chain.beyond_loop(inputs) is None
     long = inputs._replace(emissions=torch.empty(10_001, 1, 2))
     assert linear_chain.beyond_loop(long) == "a loop of more than 10,000 steps"
@@ -301,7 +301,7 @@ def test_torch_struct_gets_segments_as_potentials(monkeypatch: pytest.MonkeyPatc
             self.partition = before[-1].logsumexp(1)
 
     stand_in(monkeypatch, "torch_struct", SemiMarkovCRF=SemiMarkovCRF)
-    inputs = SEGMENTS.inputs(Buffers(CPU.device))
+    inputs = inputs_of(SEGMENTS)
     found = linear_chain.torch_struct_segments()(*inputs)
     torch.testing.assert_close(found, linear_chain.segments_logz(*inputs))
 
@@ -330,7 +330,7 @@ def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch
 
     members = {"semi_crf_streaming_forward": semi_crf_streaming_forward}
     stand_in(monkeypatch, "flash_semicrf", **members)
-    inputs = SEGMENTS.inputs(Buffers(CPU.device))
+    inputs = inputs_of(SEGMENTS)
     found = linear_chain.flash_semicrf_logz()(*inputs)
     torch.testing.assert_close(found, linear_chain.segments_logz(*inputs))
     assert needs_gpu(inputs) == "needs a GPU"

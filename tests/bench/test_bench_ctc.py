@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.bench import (
-    CPU,
+    inputs_of,
     installed,
     machine_with,
     note_of_wrong,
@@ -24,7 +24,6 @@ from torch import Tensor
 
 import partita
 from partita.bench import chain, ctc, providers, report, rnnt
-from partita.bench.case import Buffers
 from partita.bench.providers import PARTITA, TORCH
 
 LOSS = ctc.Loss("ctc", torch.float32, 40, 6, 8, 5, 12)
@@ -46,16 +45,16 @@ def off_by(factor: float, sequences: slice = slice(None)) -> object:
 
 
 def test_inputs() -> None:
-    inputs = LOSS.inputs(Buffers(CPU.device))
+    inputs = inputs_of(LOSS)
     assert (inputs.logits.shape, inputs.targets.shape) == ((40, 6, 8), (6, 12))
     assert inputs.targets.min() >= 1 and inputs.targets.max() <= 7
     assert int(inputs.target_lengths.min()) >= 5 and int(inputs.target_lengths.max()) == 12
     assert inputs.input_lengths.tolist() == [40] * 6
-    assert torch.equal(inputs.targets, LOSS.inputs(Buffers(CPU.device)).targets)
-    crf = CRF.inputs(Buffers(CPU.device))
+    assert torch.equal(inputs.targets, inputs_of(LOSS).targets)
+    crf = inputs_of(CRF)
     assert (crf.scores.shape, crf.source.tolist()) == (CRF.shape, chain.kmers(16).tolist())
     assert torch.equal((crf.targets > 0).sum(1), crf.target_lengths) and int(crf.targets.max()) <= 4
-    align = ALIGN.inputs(Buffers(CPU.device))
+    align = inputs_of(ALIGN)
     torch.testing.assert_close(align.logits.exp().sum(-1), torch.ones(40, 3))
 
 
@@ -138,7 +137,7 @@ def test_an_alignment_that_is_not_the_best_is_wrong() -> None:
 
 
 def test_the_best_score() -> None:
-    inputs = ALIGN.inputs(Buffers(CPU.device))
+    inputs = inputs_of(ALIGN)
     inputs = inputs._replace(targets=inputs.targets % 2 + 1)  # with repeats
     expected = partita.ctc_align(*inputs).score
     torch.testing.assert_close(ctc.best_scores(*inputs).float(), expected, rtol=1e-6, atol=0)
@@ -191,7 +190,7 @@ def test_torchaudio_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_libraries_cannot_take() -> None:
     def reason(longest: int, device: str = "cuda", dtype: Any = torch.float32) -> str | None:
-        inputs = LOSS.inputs(Buffers(CPU.device))
+        inputs = inputs_of(LOSS)
         logits = SimpleNamespace(device=torch.device(device), dtype=dtype)
         return ctc.beyond_seqdist(inputs._replace(logits=logits, targets=torch.ones(2, longest)))
 
@@ -201,7 +200,7 @@ def test_what_the_libraries_cannot_take() -> None:
     assert reason(9, dtype=torch.bfloat16) == "takes fp32 and fp64 logits only"
     koi = providers.choose(["koi"])[-1]
     for case in (CRF, chain.LogZ("chain", torch.float32, 2, 2, 4, chain.kmers)):
-        assert koi.refusal(case.op, case.inputs(Buffers(CPU.device))) == "needs a GPU"
+        assert koi.refusal(case.op, inputs_of(case)) == "needs a GPU"
     rows = run([LOSS, CRF], *providers.choose(["koi", "seqdist"])[-2:])
     assert [row.note for row in rows] == ["refuses: needs a GPU"] * 2
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers.bench import (
     CPU,
+    inputs_of,
     installed,
     machine_with,
     note_of_wrong,
@@ -29,7 +30,7 @@ from torch import Tensor
 
 import partita
 from partita.bench import heads, picture, providers, report, rows, support
-from partita.bench.case import Attempt, Buffers, Case, Function, Provider
+from partita.bench.case import Attempt, Case, Function, Provider
 from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH
 from partita.ops.linear_heads.plan import MemoryPlan
 
@@ -39,13 +40,11 @@ PARTS = report.PARTS[:4]
 
 
 def test_inputs() -> None:
-    hidden, matrix, target = inputs = CASE.inputs(Buffers(CPU.device))
+    hidden, matrix, target = inputs = inputs_of(CASE)
     assert (hidden.shape, matrix.shape, target.shape) == ((96, 16), (300, 16), (96,))
     assert float((hidden @ matrix.T).std()) == pytest.approx(1, rel=0.1)
     assert int(target.min()) >= 0 and int(target.max()) < 300
-    assert all(
-        torch.equal(a, b) for a, b in zip(inputs, CASE.inputs(Buffers(CPU.device)), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(inputs, inputs_of(CASE), strict=True))
     assert CASE.bytes == 4 * 96 * 300 and not CASE.moves
 
 
@@ -75,7 +74,7 @@ def test_a_vocabulary_too_small_for_a_lean_plan() -> None:
 
 def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "ELEMENTS_AT_ONCE", 7 * 300)
-    inputs = CASE.inputs(Buffers(CPU.device))
+    inputs = inputs_of(CASE)
     leaves = [tensor.double().requires_grad_() for tensor in inputs[:2]]
     expected = heads.composed_loss(*leaves, inputs.target)
     gradients = torch.autograd.grad(expected, leaves)
@@ -93,7 +92,7 @@ def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_truth_where_every_class_is_a_label() -> None:
     case = dataclasses.replace(CASE, vocabulary=2)
-    samples = case.truth(case.inputs(Buffers(CPU.device))).gradients
+    samples = case.truth(inputs_of(case)).gradients
     assert [(sample.leaf, len(sample.where)) for sample in samples] == [(0, 64), (1, 2)]
 
 
@@ -113,7 +112,7 @@ def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
 
 
 def test_the_products() -> None:
-    hidden, matrix, target = CASE.inputs(Buffers(CPU.device))
+    hidden, matrix, target = inputs_of(CASE)
     leaves = [hidden.requires_grad_(), matrix.requires_grad_()]
     function = heads.products()
     for _ in range(2):
@@ -167,7 +166,7 @@ def test_the_place_of_an_error_is_told() -> None:
 
 
 def test_small_gradients_may_be_left_out_by_others_alone() -> None:
-    *_, others = CASE.truth(CASE.inputs(Buffers(CPU.device))).gradients
+    *_, others = CASE.truth(inputs_of(CASE)).gradients
     without = bent(leaf=1, rows=others.where, factor=0.0)
     rows = [*run_as("another", CASE, without), *run_as("partita-lean", CASE, without)]
     assert [row.error for row in rows] == [pytest.approx(1.0)] * 5
@@ -264,7 +263,7 @@ def test_quack_is_imported_with_a_key_for_every_value(monkeypatch: pytest.Monkey
     assert identity.semantic_value_key.__wrapped__ is strict
     half = dataclasses.replace(CASE, dtype=torch.bfloat16)
     assert all(row.timing for row in run([half], installed("quack")))
-    assert heads.beyond_quack(CASE.inputs(Buffers(CPU.device))) is not None
+    assert heads.beyond_quack(inputs_of(CASE)) is not None
     assert installed("quack").refusal("softmax", (torch.zeros(2),)) is None
 
 
@@ -314,7 +313,7 @@ def test_cut_cross_entropy_is_called_as_it_wants_it(
 def test_what_cut_cross_entropy_cannot_take() -> None:
     def reason(device: str, dtype: torch.dtype) -> str | None:
         hidden = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        inputs = CASE.inputs(Buffers(CPU.device))
+        inputs = inputs_of(CASE)
         return heads.beyond_cut_cross_entropy(inputs._replace(hidden=hidden))
 
     assert reason("cuda", torch.bfloat16) is reason("cuda", torch.float16) is None
@@ -324,7 +323,7 @@ def test_what_cut_cross_entropy_cannot_take() -> None:
 
 def failed(case: Case, function: Function, name: str) -> list[bool]:
     """Return which gradients and results of a function are wrong, as those of this provider."""
-    inputs = case.inputs(Buffers(CPU.device))
+    inputs = inputs_of(case)
     attempt = Attempt(function, inputs, Provider(name, {}))
     return [verdict.failed for verdict in case.verdicts(attempt, case.standard(inputs))]
 
@@ -370,7 +369,7 @@ def test_sizes_and_the_yardstick_of_divergences() -> None:
     found = [case for case in found if case.op == "linear_divergence"]
     assert [case.beta for case in found] == list(heads.BETAS)
     assert {case.dtype for case in found} == {torch.bfloat16}
-    inputs = DIVERGENCE.inputs(Buffers(CPU.device))
+    inputs = inputs_of(DIVERGENCE)
     function = PRODUCTS.ops["linear_divergence"]()
     assert failed(DIVERGENCE, function, "products") == []
     leaf = inputs.hidden.clone().requires_grad_()
@@ -382,7 +381,7 @@ def test_sizes_and_the_yardstick_of_divergences() -> None:
 
 def test_log_probabilities() -> None:
     case = rows.Logprobs("logprobs", torch.float32, 4, 60)
-    assert case.inputs(Buffers(CPU.device)).target.shape == (4, rows.CLASSES)
+    assert inputs_of(case).target.shape == (4, rows.CLASSES)
     assert failed(case, partita.logprobs, "partita") == [False] * 2
     assert failed(case, lambda *x: 1.1 * partita.logprobs(*x), "torch") == [True] * 2
     assert case.moves["total"].bytes == 3 * case.bytes
@@ -390,7 +389,7 @@ def test_log_probabilities() -> None:
 
 def test_recorded_supports() -> None:
     case = support.LinearSupport("linear_support_stats", torch.float32, 150, 16, 20_000)
-    inputs = case.inputs(Buffers(CPU.device))
+    inputs = inputs_of(case)
     numbers = inputs.offsets.diff()
     assert numbers.min() >= 1 and numbers.max() == 512 and len(inputs.ids) == numbers.sum()
     assert failed(case, support.mean_loss, "partita") == [False] * 5

@@ -18,7 +18,7 @@ from torch import Tensor
 import partita
 from partita.__main__ import main
 from partita.bench import providers, report, runner
-from partita.bench.case import Case, Provider, Settings
+from partita.bench.case import Buffers, Case, Provider, Settings
 from partita.bench.measure import Machine, Timing
 from partita.cli.console import Progress, print_table
 
@@ -41,6 +41,10 @@ def bench(command: str, *arguments: str) -> int:
 
 def machine_with(device: str) -> Machine:
     return dataclasses.replace(CPU, device=torch.empty(0, device=device).device)
+
+
+def inputs_of(case: Case) -> Any:
+    return case.inputs(Buffers(CPU.device))
 
 
 def run(cases: Iterable[Case], *who: Provider, machine: Machine = CPU) -> list[runner.Row]:
