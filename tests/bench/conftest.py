@@ -1,8 +1,19 @@
-"""A terminal that is wide enough for the rows of any table, each of which is one line."""
+import importlib.util
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the terminal wide enough for the rows of any table, each of which is one line."""
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == "matplotlib" else find_spec(name, *args),
+    )

@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 from helpers.bench import (
-    CPU,
-    devices,
+    inputs_of,
     installed,
     machine_with,
     note_of_wrong,
     row_of,
     run,
     run_as,
+    sparse_logz,
     stand_in,
 )
+from helpers.rows import devices
 from torch import Tensor, nn
 
 import partita
 from partita.bench import chain, linear_chain, picture, providers
-from partita.bench.case import Buffers, Case, needs_gpu
+from partita.bench.case import Case, needs_gpu
 from partita.bench.providers import PARTITA, TORCH
 
 CHAINS, JUDGED = 8, (0, 2, 4, 7)
@@ -35,7 +36,6 @@ LINEAR_VITERBI = linear_chain.Viterbi("linear_viterbi", torch.float32, 20, 3, 6)
 SEGMENTS = linear_chain.SegmentsLogZ("semi_markov", torch.float32, 9, 2, 3, 4)
 NBEST_SEGMENTS = linear_chain.SegmentsNBest("semi_markov_nbest", torch.float32, 9, 2, 3, 4)
 BEST_SEGMENTS = linear_chain.SegmentsViterbi("semi_markov_viterbi", torch.float32, 9, 2, 3, 4)
-GPU = torch.device("cuda")
 
 
 def off_by(factor: float, chains: slice = slice(None)) -> object:
@@ -58,12 +58,9 @@ def test_tables() -> None:
     for table, slots in ((chain.kmers, 5), (chain.alignment, 3)):
         case = dataclasses.replace(LOGZ, table=table)
         assert (case.shape, case.bytes) == ((20, CHAINS, 16, slots), 4 * 20 * CHAINS * 16 * slots)
-        inputs = case.inputs(Buffers(CPU.device))
-        assert (inputs.scores.shape, inputs.source.shape, inputs.initial.shape) == (
-            case.shape,
-            (16, slots),
-            (CHAINS, 16),
-        )
+        inputs = inputs_of(case)
+        shapes = tuple(x.shape for x in (inputs.scores, inputs.source, inputs.initial))
+        assert shapes == (case.shape, (16, slots), (CHAINS, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -97,10 +94,8 @@ def test_the_best_paths_are_judged() -> None:
     assert row.timing and row.error <= 1e-6
 
     def twice(*inputs: Tensor) -> Any:
-        return [
-            torch.cat([part[:1], part[:-1]])
-            for part in partita.SemiMarkovChain(*inputs).nbest(linear_chain.PATHS)[1:]
-        ]
+        best = partita.SemiMarkovChain(*inputs).nbest(linear_chain.PATHS)
+        return [torch.cat([part[:1], part[:-1]]) for part in best[1:]]
 
     def worse(*inputs: Tensor) -> Any:
         best = partita.SemiMarkovChain(*inputs).nbest(linear_chain.PATHS + 1)
@@ -117,7 +112,7 @@ def test_the_truth_of_long_chains(
     """Scans from both ends give the truth of long chains; a loop in PyTorch refuses them."""
     for case in (LOGZ, VITERBI):
         case = dataclasses.replace(case, table=table)
-        inputs, found = case.inputs(Buffers(CPU.device)), []
+        inputs, found = inputs_of(case), []
         for limit in (20, 19):
             monkeypatch.setattr(chain, "MAX_REFERENCE_STEPS", limit)
             truth = case.standard(inputs)
@@ -141,7 +136,7 @@ def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
 
 def test_every_chain_counts() -> None:
     """Chains that are not compared with fp64 are checked too."""
-    inputs = LOGZ.inputs(Buffers(CPU.device))
+    inputs = inputs_of(LOGZ)
     assert tuple(chain.judged(inputs).tolist()) == JUDGED
     for factor in (0.5, torch.nan):
         assert ", 3] (got " in note_of_wrong(LOGZ, off_by(factor, slice(3, 4)))
@@ -202,22 +197,9 @@ def test_a_state_that_is_none_is_wrong(state: int) -> None:
 def test_libraries_are_called_as_they_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
 
-    def summed(
-        scores: Tensor,
-        source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        semiring: partita.Semiring,
-        slots: int,
-    ) -> Tensor:
-        assert (scores.dtype, source.dtype, initial.dtype, slots) == (
-            torch.float32,
-            torch.int32,
-            torch.float32,
-            1,
-        )
-        called.append(semiring)
-        return partita.logz(scores, source, initial, final, semiring)
+    def summed(*arguments: Any) -> Tensor:
+        called.append(arguments[4])
+        return sparse_logz(*arguments)
 
     for name, function in (("koi.ctc", "logZ_cu_sparse"), ("seqdist.sparse", "logZ")):
         members = {function: summed, "Log": partita.Log, "Max": partita.Max}
@@ -230,9 +212,7 @@ def test_libraries_are_called_as_they_want_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_the_libraries_cannot_take() -> None:
-    def reason(
-        source: Tensor, device: str = "cuda", dtype: torch.dtype = torch.float32
-    ) -> str | None:
+    def reason(source: Tensor, device: str = "cuda", dtype: Any = torch.float32) -> str | None:
         scores = SimpleNamespace(device=torch.device(device), dtype=dtype)
         return chain.beyond_fp32_kernels((scores, source))
 
@@ -247,7 +227,7 @@ def test_what_the_libraries_cannot_take() -> None:
 
 
 def test_long_sequences_are_beyond_a_loop() -> None:
-    inputs = LINEAR_LOGZ.inputs(Buffers(CPU.device))
+    inputs = inputs_of(LINEAR_LOGZ)
     assert linear_chain.beyond_loop(inputs) is None
     long = inputs._replace(emissions=torch.empty(10_001, 1, 2))
     assert linear_chain.beyond_loop(long) == "a loop of more than 10,000 steps"
@@ -321,7 +301,7 @@ def test_torch_struct_gets_segments_as_potentials(monkeypatch: pytest.MonkeyPatc
             self.partition = before[-1].logsumexp(1)
 
     stand_in(monkeypatch, "torch_struct", SemiMarkovCRF=SemiMarkovCRF)
-    inputs = SEGMENTS.inputs(Buffers(CPU.device))
+    inputs = inputs_of(SEGMENTS)
     found = linear_chain.torch_struct_segments()(*inputs)
     torch.testing.assert_close(found, linear_chain.segments_logz(*inputs))
 
@@ -350,7 +330,7 @@ def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch
 
     members = {"semi_crf_streaming_forward": semi_crf_streaming_forward}
     stand_in(monkeypatch, "flash_semicrf", **members)
-    inputs = SEGMENTS.inputs(Buffers(CPU.device))
+    inputs = inputs_of(SEGMENTS)
     found = linear_chain.flash_semicrf_logz()(*inputs)
     torch.testing.assert_close(found, linear_chain.segments_logz(*inputs))
     assert needs_gpu(inputs) == "needs a GPU"

@@ -2,13 +2,13 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.bench import (
-    CPU,
-    devices,
+    inputs_of,
     installed,
     machine_with,
     note_of_wrong,
@@ -16,24 +16,20 @@ from helpers.bench import (
     row_of,
     run,
     run_as,
+    sparse_logz,
     stand_in,
 )
+from helpers.rows import devices
 from torch import Tensor
 
 import partita
 from partita.bench import chain, ctc, providers, report, rnnt
-from partita.bench.case import Buffers
 from partita.bench.providers import PARTITA, TORCH
 
 LOSS = ctc.Loss("ctc", torch.float32, 40, 6, 8, 5, 12)
 CRF = ctc.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
 ALIGN = ctc.Align("ctc_align", torch.float32, 40, 3, 8, 5, 12)
-TRANSDUCERS = (
-    rnnt.RNNT("rnnt", torch.float32, 2, 8, 3, 5),
-    rnnt.TDT("tdt", torch.float32, 2, 8, 3, 5),
-    rnnt.LinearRNNT("linear_rnnt", torch.float32, 2, 8, 3, 5, 4),
-)
-GPU = torch.device("cuda")
+RNNT = rnnt.RNNT("rnnt", torch.float32, 2, 8, 3, 5)
 
 
 def off_by(factor: float, sequences: slice = slice(None)) -> object:
@@ -49,16 +45,16 @@ def off_by(factor: float, sequences: slice = slice(None)) -> object:
 
 
 def test_inputs() -> None:
-    inputs = LOSS.inputs(Buffers(CPU.device))
+    inputs = inputs_of(LOSS)
     assert (inputs.logits.shape, inputs.targets.shape) == ((40, 6, 8), (6, 12))
     assert inputs.targets.min() >= 1 and inputs.targets.max() <= 7
     assert int(inputs.target_lengths.min()) >= 5 and int(inputs.target_lengths.max()) == 12
     assert inputs.input_lengths.tolist() == [40] * 6
-    assert torch.equal(inputs.targets, LOSS.inputs(Buffers(CPU.device)).targets)
-    crf = CRF.inputs(Buffers(CPU.device))
+    assert torch.equal(inputs.targets, inputs_of(LOSS).targets)
+    crf = inputs_of(CRF)
     assert (crf.scores.shape, crf.source.tolist()) == (CRF.shape, chain.kmers(16).tolist())
     assert torch.equal((crf.targets > 0).sum(1), crf.target_lengths) and int(crf.targets.max()) <= 4
-    align = ALIGN.inputs(Buffers(CPU.device))
+    align = inputs_of(ALIGN)
     torch.testing.assert_close(align.logits.exp().sum(-1), torch.ones(40, 3))
 
 
@@ -89,7 +85,7 @@ def test_a_wrong_gradient_of_a_transducer_is_found() -> None:
         scaled = logits.detach() + 1.1 * (logits - logits.detach())
         return PARTITA.ops["rnnt"]()(scaled, *others)
 
-    note_of_wrong(TRANSDUCERS[0], function)
+    note_of_wrong(RNNT, function)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -141,40 +137,21 @@ def test_an_alignment_that_is_not_the_best_is_wrong() -> None:
 
 
 def test_the_best_score() -> None:
-    inputs = ALIGN.inputs(Buffers(CPU.device))
-    inputs = inputs._replace(
-        targets=inputs.targets % 2 + 1, input_lengths=inputs.input_lengths
-    )  # with repeats
-    torch.testing.assert_close(
-        ctc.best_scores(*inputs).float(), partita.ctc_align(*inputs).score, rtol=1e-6, atol=0
-    )
-
-
-def logz_of_kmers(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, semiring: object, slots: int
-) -> Tensor:
-    assert (scores.dtype, source.dtype, initial.dtype, slots) == (
-        torch.float32,
-        torch.int32,
-        torch.float32,
-        1,
-    )
-    return chain.loop_logz(scores, source, initial, final)
+    inputs = inputs_of(ALIGN)
+    inputs = inputs._replace(targets=inputs.targets % 2 + 1)  # with repeats
+    expected = partita.ctc_align(*inputs).score
+    torch.testing.assert_close(ctc.best_scores(*inputs).float(), expected, rtol=1e-6, atol=0)
 
 
 def test_koi_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def logz_of_targets(stay: Tensor, move: Tensor, lengths: Tensor) -> Tensor:
-        assert (
-            (stay.shape, move.shape) == ((40, 3, 11), (40, 3, 10))
-            and stay.is_contiguous()
-            and move.is_contiguous()
-        )
+        assert (stay.shape, move.shape) == ((40, 3, 11), (40, 3, 10))
+        assert stay.is_contiguous() and move.is_contiguous()
         return ctc._loop_aligned(stay, move, lengths)
 
-    members = {"logZ_cu_sparse": logz_of_kmers, "logZ_cu": logz_of_targets, "Log": "Log"}
+    members = {"logZ_cu_sparse": sparse_logz, "logZ_cu": logz_of_targets, "Log": partita.Log}
     stand_in(monkeypatch, "koi.ctc", **members)
-    koi = installed("koi")
-    rows = run([LOSS, CRF], koi)
+    rows = run([LOSS, CRF], installed("koi"))
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc_crf", True)] * 4
 
 
@@ -194,8 +171,7 @@ def test_seqdist_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     members = {"_Logz": SimpleNamespace(apply=apply), "_fwd_bwd_cupy": "kernel", "Log": "Log"}
     stand_in(monkeypatch, "seqdist.ctc", prepare_inputs=prepare, **members)
-    seqdist = installed("seqdist")
-    rows = run([LOSS, CRF], seqdist)
+    rows = run([LOSS, CRF], installed("seqdist"))
     assert [(row.case.op, bool(row.timing)) for row in rows] == [("ctc", True)] * 4
 
 
@@ -207,16 +183,14 @@ def test_torchaudio_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) ->
         return forced_align(log_probs, targets, *lengths)
 
     stand_in(monkeypatch, "torchaudio.functional", forced_align=align)
-    torchaudio = dataclasses.replace(providers.choose(["torchaudio"])[-1], packages=())
-    one, several = run([dataclasses.replace(ALIGN, sequences=1), ALIGN], torchaudio)
+    peer = dataclasses.replace(providers.choose(["torchaudio"])[-1], packages=())
+    one, several = run([dataclasses.replace(ALIGN, sequences=1), ALIGN], peer)
     assert one.timing and several.note == "refuses: takes one sequence only"
 
 
 def test_what_the_libraries_cannot_take() -> None:
-    def reason(
-        longest: int, device: str = "cuda", dtype: torch.dtype = torch.float32
-    ) -> str | None:
-        inputs = LOSS.inputs(Buffers(CPU.device))
+    def reason(longest: int, device: str = "cuda", dtype: Any = torch.float32) -> str | None:
+        inputs = inputs_of(LOSS)
         logits = SimpleNamespace(device=torch.device(device), dtype=dtype)
         return ctc.beyond_seqdist(inputs._replace(logits=logits, targets=torch.ones(2, longest)))
 
@@ -224,9 +198,9 @@ def test_what_the_libraries_cannot_take() -> None:
     assert reason(512) == "takes at most 511 labels"
     assert reason(9, device="cpu") == "needs a GPU"
     assert reason(9, dtype=torch.bfloat16) == "takes fp32 and fp64 logits only"
-    (koi,) = providers.choose(["koi"])[-1:]
+    koi = providers.choose(["koi"])[-1]
     for case in (CRF, chain.LogZ("chain", torch.float32, 2, 2, 4, chain.kmers)):
-        assert koi.refusal(case.op, case.inputs(Buffers(CPU.device))) == "needs a GPU"
+        assert koi.refusal(case.op, inputs_of(case)) == "needs a GPU"
     rows = run([LOSS, CRF], *providers.choose(["koi", "seqdist"])[-2:])
     assert [row.note for row in rows] == ["refuses: needs a GPU"] * 2
 

@@ -8,27 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.bench import CPU, run, run_as, stand_in
+from helpers.bench import inputs_of, note_of_wrong, run, run_as, stand_in
 
 import partita
 from partita.bench import decode
-from partita.bench.case import Buffers
 from partita.bench.providers import PARTITA
 from partita.integrations.pyctcdecode import build_ctcdecoder
 
-GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
 BEAM = decode.Beam("ctc_beam", torch.float32, 12, 2, 5, 4)
-VITERBI = decode.CrfCase("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
 MODEL = decode.Text("ctc_decoder_lm", torch.float32, 60, 3, 8, 8, 20)
 BOOST = decode.Text("ctc_decoder_boost", torch.float32, 60, 3, 8, 8, 20)
 CRF_BEAM = decode.CrfCase("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
-
-
 STITCH = decode.StitchCase("ctc_crf_stitch", torch.float32, 24, 9, 3)
 
 
 def test_reads_of_a_batch_are_compared_with_each_read() -> None:
-    inputs = STITCH.inputs(Buffers(CPU.device))
+    inputs = inputs_of(STITCH)
     assert inputs.chunks == [3, 3, 1, 1, 1] and inputs.overlap == 3
     (row,) = run([STITCH], PARTITA)
     assert row.timing and row.error == 0
@@ -38,8 +33,7 @@ def test_reads_of_a_batch_are_compared_with_each_read() -> None:
         found.steps[0, -1] += 1
         return found
 
-    (row,) = run_as("partita", STITCH, off)
-    assert row.timing is None and row.note.startswith("wrong: 1")
+    assert note_of_wrong(STITCH, off, "partita").startswith("wrong: 1")
 
 
 def test_tokens_that_are_less_probable_are_found() -> None:
@@ -49,8 +43,7 @@ def test_tokens_that_are_less_probable_are_found() -> None:
         found = partita.ctc_beam_search(inputs.scores, beam_width=4)
         return found._replace(lengths=found.lengths - 1)
 
-    (row,) = run_as("partita", BEAM, shorter)
-    assert row.timing is None and "nats" in row.note
+    assert "nats" in note_of_wrong(BEAM, shorter, "partita")
     (row,) = run_as("fast-ctc-decode", BEAM, shorter)
     assert row.timing is not None and row.error > 0.01
 
@@ -58,7 +51,7 @@ def test_tokens_that_are_less_probable_are_found() -> None:
 @pytest.mark.parametrize("case", [MODEL, BOOST], ids=lambda case: case.op)
 def test_texts_are_judged_with_model_and_boost(case: decode.Text) -> None:
     """What a text adds is that of the decoder, and a word less is seen."""
-    inputs = case.inputs(Buffers(CPU.device))
+    inputs = inputs_of(case)
     with_model = case is MODEL
     boost = partita.PhraseBoost([f" {word} " for word in inputs.boosted], inputs.labels, 5.0)
     decoder = partita.CTCDecoder(inputs.labels, language_model=inputs.model if with_model else None)
@@ -72,15 +65,14 @@ def test_texts_are_judged_with_model_and_boost(case: decode.Text) -> None:
     def shorter(inputs: decode.TextInputs) -> list[str]:
         return [text.rpartition(" ")[0] for text in PARTITA.ops[case.op]()(inputs)]
 
-    (row,) = run_as("partita", case, shorter)
-    assert row.timing is None and "nats" in row.note
+    assert "nats" in note_of_wrong(case, shorter, "partita")
 
 
 def test_pyctcdecode_gets_the_model_or_hotwords(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in has its arguments."""
     stand_in(monkeypatch, "pyctcdecode", build_ctcdecoder=build_ctcdecoder)
     for case in (MODEL, BOOST):
-        inputs = case.inputs(Buffers(CPU.device))
+        inputs = inputs_of(case)
         found = decode.pyctcdecode_text(case is MODEL)(inputs)
         assert found == PARTITA.ops[case.op]()(inputs)
     monkeypatch.setitem(sys.modules, "kenlm", None)
@@ -141,7 +133,7 @@ def test_flashlight_text_gets_a_lexicon_and_the_model(monkeypatch: pytest.Monkey
     stand_in(monkeypatch, "flashlight.lib.text.decoder", **members)
     stand_in(monkeypatch, "flashlight.lib.text.decoder.kenlm", KenLM=KenLM)
     stand_in(monkeypatch, "flashlight.lib.text.dictionary", Dictionary=Dictionary)
-    inputs = MODEL.inputs(Buffers(CPU.device))
+    inputs = inputs_of(MODEL)
     assert decode.flashlight_text()(inputs) == PARTITA.ops["ctc_decoder_lm"]()(inputs)
 
 
@@ -169,7 +161,7 @@ def test_fast_ctc_decode_gets_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
 
     members = {"beam_search": beam_search, "viterbi_search": viterbi_search}
     stand_in(monkeypatch, "fast_ctc_decode", **members)
-    inputs = BEAM.inputs(Buffers(CPU.device))
+    inputs = inputs_of(BEAM)
     found = decode.fast_ctc_decode("beam_search", 0.0)(inputs)
     assert decode.tokens_of(found, [1]) == [found_by_ours(inputs)[1]]
     greedy, found = (
@@ -189,7 +181,7 @@ def test_pyctcdecode_gets_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
             return stand_in_text(x, self.labels, beam_width)
 
     stand_in(monkeypatch, "pyctcdecode", build_ctcdecoder=Decoder)
-    inputs = BEAM.inputs(Buffers(CPU.device))
+    inputs = inputs_of(BEAM)
     found = decode.pyctcdecode_beam()(inputs)
     assert decode.tokens_of(found, range(2)) == found_by_ours(inputs)
 
@@ -206,7 +198,7 @@ def test_koi_gets_moves_without_the_blank(monkeypatch: pytest.MonkeyPatch) -> No
         return letters, letters, calls.moves
 
     stand_in(monkeypatch, "koi.decode", beam_search=beam_search)
-    inputs = CRF_BEAM.inputs(Buffers(CPU.device))
+    inputs = inputs_of(CRF_BEAM)
     rounded = inputs._replace(scores=inputs.scores.half().float())
     expected = decode.tokens_of(PARTITA.ops["ctc_crf_beam"]()(rounded), range(2))
     assert decode.tokens_of(decode.koi_beam()(inputs), range(2)) == expected

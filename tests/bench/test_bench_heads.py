@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers.bench import (
     CPU,
-    devices,
+    inputs_of,
     installed,
     machine_with,
     note_of_wrong,
@@ -25,11 +25,12 @@ from helpers.bench import (
     stand_in,
     texts_of,
 )
+from helpers.rows import devices
 from torch import Tensor
 
 import partita
 from partita.bench import heads, picture, providers, report, rows, support
-from partita.bench.case import Attempt, Buffers, Case, Function, Provider
+from partita.bench.case import Attempt, Case, Function, Provider
 from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH
 from partita.ops.linear_heads.plan import MemoryPlan
 
@@ -39,13 +40,11 @@ PARTS = report.PARTS[:4]
 
 
 def test_inputs() -> None:
-    hidden, matrix, target = inputs = CASE.inputs(Buffers(CPU.device))
+    hidden, matrix, target = inputs = inputs_of(CASE)
     assert (hidden.shape, matrix.shape, target.shape) == ((96, 16), (300, 16), (96,))
     assert float((hidden @ matrix.T).std()) == pytest.approx(1, rel=0.1)
     assert int(target.min()) >= 0 and int(target.max()) < 300
-    assert all(
-        torch.equal(a, b) for a, b in zip(inputs, CASE.inputs(Buffers(CPU.device)), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(inputs, inputs_of(CASE), strict=True))
     assert CASE.bytes == 4 * 96 * 300 and not CASE.moves
 
 
@@ -67,17 +66,15 @@ def test_plans_of_ours(size: tuple[int, int, int], dtype: torch.dtype) -> None:
 def test_a_vocabulary_too_small_for_a_lean_plan() -> None:
     for size in ((128, 64, 2), (1, 64, 16), (5, 3, 128)):
         budget = heads._lean_budget(*size, torch.bfloat16)
-        assert (
-            partita.linear_cross_entropy_plan(*size, torch.bfloat16, memory_budget=budget).name
-            == "fast"
-        )
+        plan = partita.linear_cross_entropy_plan(*size, torch.bfloat16, memory_budget=budget)
+        assert plan.name == "fast"
         case = heads.LinearCrossEntropy("linear_cross_entropy", torch.bfloat16, *size)
         assert [row.part for row in run([case], PARTITA_LEAN) if row.timing] == list(PARTS)
 
 
 def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "ELEMENTS_AT_ONCE", 7 * 300)
-    inputs = CASE.inputs(Buffers(CPU.device))
+    inputs = inputs_of(CASE)
     leaves = [tensor.double().requires_grad_() for tensor in inputs[:2]]
     expected = heads.composed_loss(*leaves, inputs.target)
     gradients = torch.autograd.grad(expected, leaves)
@@ -89,48 +86,33 @@ def test_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tokens.leaf, labels.leaf, others.leaf) == (0, 1, 1)
     assert (len(tokens.where), len(labels.where), len(others.where)) == (64, 32, 32)
     assert (int(tokens.where[0]), int(tokens.where[-1])) == (0, 95)
-    assert (
-        torch.isin(labels.where, inputs.target).all()
-        and not torch.isin(others.where, inputs.target).any()
-    )
+    assert torch.isin(labels.where, inputs.target).all()
+    assert not torch.isin(others.where, inputs.target).any()
 
 
 def test_truth_where_every_class_is_a_label() -> None:
-    samples = (
-        dataclasses.replace(CASE, vocabulary=2)
-        .truth(dataclasses.replace(CASE, vocabulary=2).inputs(Buffers(CPU.device)))
-        .gradients
-    )
+    case = dataclasses.replace(CASE, vocabulary=2)
+    samples = case.truth(inputs_of(case)).gradients
     assert [(sample.leaf, len(sample.where)) for sample in samples] == [(0, 64), (1, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @devices
 def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
-    rows = run(
-        [dataclasses.replace(CASE, dtype=dtype)],
-        PARTITA_FAST,
-        PARTITA_LEAN,
-        PRODUCTS,
-        TORCH,
-        machine=machine_with(device),
-    )
-    assert [(row.provider, row.part) for row in rows if row.timing] == [
-        (name, part)
-        for name in ("partita-fast", "partita-lean", "products", "torch")
-        for part in PARTS
-    ]
+    who = (PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH)
+    rows = run([dataclasses.replace(CASE, dtype=dtype)], *who, machine=machine_with(device))
+    measured = [(row.provider, row.part) for row in rows if row.timing]
+    assert measured == [(each.name, part) for each in who for part in PARTS]
     for row in rows:
-        assert (
-            math.isnan(row.error)
-            if row.provider == "products"
-            else row.error <= 16 * torch.finfo(dtype).eps
-        )
+        if row.provider == "products":
+            assert math.isnan(row.error)
+        else:
+            assert row.error <= 16 * torch.finfo(dtype).eps
         assert (row.extra_memory is not None) == (device == "cuda")
 
 
 def test_the_products() -> None:
-    hidden, matrix, target = CASE.inputs(Buffers(CPU.device))
+    hidden, matrix, target = inputs_of(CASE)
     leaves = [hidden.requires_grad_(), matrix.requires_grad_()]
     function = heads.products()
     for _ in range(2):
@@ -184,7 +166,7 @@ def test_the_place_of_an_error_is_told() -> None:
 
 
 def test_small_gradients_may_be_left_out_by_others_alone() -> None:
-    *_, others = CASE.truth(CASE.inputs(Buffers(CPU.device))).gradients
+    *_, others = CASE.truth(inputs_of(CASE)).gradients
     without = bent(leaf=1, rows=others.where, factor=0.0)
     rows = [*run_as("another", CASE, without), *run_as("partita-lean", CASE, without)]
     assert [row.error for row in rows] == [pytest.approx(1.0)] * 5
@@ -236,29 +218,17 @@ def test_a_picture_without_a_limit(tmp_path: Path) -> None:
     assert panels == [rows]
     (tmp_path / "x.svg").write_bytes(picture.render(panels, CPU, "svg"))
     texts = texts_of(tmp_path / "x.svg")
-    assert {
-        "Cross-entropy from hidden states and its gradients, fp32 logits, a CPU",
-        "partita-fast",
-        "products",
-        "torch",
-        "96 × 16 ×",
-        "400",
-    } <= texts and "copy" not in texts
+    title = "Cross-entropy from hidden states and its gradients, fp32 logits, a CPU"
+    assert {title, "partita-fast", "products", "torch", "96 × 16 ×", "400"} <= texts
+    assert "copy" not in texts
 
 
-has_torch_linear = pytest.mark.skipif(
-    not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op"
-)
-
-
-@has_torch_linear
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op")
 def test_the_op_of_pytorch() -> None:
     torch_linear = providers.choose(["torch-linear"])[-1]
     assert torch_linear.missing() is None
-    rows = run(
-        [dataclasses.replace(CASE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)],
-        torch_linear,
-    )
+    cases = [dataclasses.replace(CASE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    rows = run(cases, torch_linear)
     assert [row.part for row in rows if row.timing] == [*PARTS, *PARTS]
 
 
@@ -293,7 +263,7 @@ def test_quack_is_imported_with_a_key_for_every_value(monkeypatch: pytest.Monkey
     assert identity.semantic_value_key.__wrapped__ is strict
     half = dataclasses.replace(CASE, dtype=torch.bfloat16)
     assert all(row.timing for row in run([half], installed("quack")))
-    assert heads.beyond_quack(CASE.inputs(Buffers(CPU.device))) is not None
+    assert heads.beyond_quack(inputs_of(CASE)) is not None
     assert installed("quack").refusal("softmax", (torch.zeros(2),)) is None
 
 
@@ -308,9 +278,8 @@ def test_what_the_kernels_of_liger_in_cute_can_take(monkeypatch: pytest.MonkeyPa
         device: str, dtype: torch.dtype = torch.bfloat16, tokens: int = 128, classes: int = 512
     ) -> str | None:
         hidden = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return heads.beyond_liger_cute(
-            heads.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
-        )
+        inputs = heads.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
+        return heads.beyond_liger_cute(inputs)
 
     assert reason("cuda:0") is None
     assert reason("cuda:1") == reason("cpu") == "needs a GPU of compute capability 9.0"
@@ -344,9 +313,8 @@ def test_cut_cross_entropy_is_called_as_it_wants_it(
 def test_what_cut_cross_entropy_cannot_take() -> None:
     def reason(device: str, dtype: torch.dtype) -> str | None:
         hidden = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return heads.beyond_cut_cross_entropy(
-            CASE.inputs(Buffers(CPU.device))._replace(hidden=hidden)
-        )
+        inputs = inputs_of(CASE)
+        return heads.beyond_cut_cross_entropy(inputs._replace(hidden=hidden))
 
     assert reason("cuda", torch.bfloat16) is reason("cuda", torch.float16) is None
     assert reason("cuda", torch.float32) == "takes fp16 and bf16 only"
@@ -355,7 +323,7 @@ def test_what_cut_cross_entropy_cannot_take() -> None:
 
 def failed(case: Case, function: Function, name: str) -> list[bool]:
     """Return which gradients and results of a function are wrong, as those of this provider."""
-    inputs = case.inputs(Buffers(CPU.device))
+    inputs = inputs_of(case)
     attempt = Attempt(function, inputs, Provider(name, {}))
     return [verdict.failed for verdict in case.verdicts(attempt, case.standard(inputs))]
 
@@ -396,14 +364,12 @@ def test_liger_computes_divergences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_and_the_yardstick_of_divergences() -> None:
-    found = [
-        case
-        for case in heads.divergence_cases(settings_with(dtypes=()))
-        if case.op == "linear_divergence"
-    ]
+    first, *found = heads.divergence_cases(settings_with(dtypes=()))
+    assert first.op == "divergence" and first.dtype == torch.bfloat16
+    found = [case for case in found if case.op == "linear_divergence"]
     assert [case.beta for case in found] == list(heads.BETAS)
     assert {case.dtype for case in found} == {torch.bfloat16}
-    inputs = DIVERGENCE.inputs(Buffers(CPU.device))
+    inputs = inputs_of(DIVERGENCE)
     function = PRODUCTS.ops["linear_divergence"]()
     assert failed(DIVERGENCE, function, "products") == []
     leaf = inputs.hidden.clone().requires_grad_()
@@ -415,7 +381,7 @@ def test_sizes_and_the_yardstick_of_divergences() -> None:
 
 def test_log_probabilities() -> None:
     case = rows.Logprobs("logprobs", torch.float32, 4, 60)
-    assert case.inputs(Buffers(CPU.device)).target.shape == (4, rows.CLASSES)
+    assert inputs_of(case).target.shape == (4, rows.CLASSES)
     assert failed(case, partita.logprobs, "partita") == [False] * 2
     assert failed(case, lambda *x: 1.1 * partita.logprobs(*x), "torch") == [True] * 2
     assert case.moves["total"].bytes == 3 * case.bytes
@@ -423,7 +389,7 @@ def test_log_probabilities() -> None:
 
 def test_recorded_supports() -> None:
     case = support.LinearSupport("linear_support_stats", torch.float32, 150, 16, 20_000)
-    inputs = case.inputs(Buffers(CPU.device))
+    inputs = inputs_of(case)
     numbers = inputs.offsets.diff()
     assert numbers.min() >= 1 and numbers.max() == 512 and len(inputs.ids) == numbers.sum()
     assert failed(case, support.mean_loss, "partita") == [False] * 5
@@ -469,5 +435,3 @@ def test_divergences_of_logits(beta: float) -> None:
         "inference": 2 * case.bytes,
         "total": 3 * case.bytes,
     }
-    first = next(iter(heads.divergence_cases(settings_with(dtypes=()))))
-    assert first.op == "divergence" and first.dtype == torch.bfloat16

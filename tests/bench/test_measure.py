@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers.bench import CPU, devices
+from helpers.bench import CPU
+from helpers.rows import devices
 from torch import Tensor
 
 from partita.bench import measure, providers, rows

@@ -3,7 +3,6 @@
 import argparse
 import getpass
 import html
-import importlib.util
 import os
 import platform
 import re
@@ -14,14 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.bench import row_of
 from torch import Tensor
 
 from partita.__main__ import main
 from partita.bench import chain, cli, providers
 from partita.bench import report_cli as _report
+from partita.bench.case import Settings
 from partita.bench.cli import Measured
-from partita.bench.measure import Machine, Timing
-from partita.bench.runner import Row
+from partita.bench.measure import Machine
 from partita.cli import check as _check_machine
 from partita.testing.samples import CALLS, Call
 
@@ -98,11 +98,13 @@ class Page(HTMLParser):
         return next(rows[1:] for rows in self.tables if tuple(rows[0][: len(header)]) == header)
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_check_machine, "CALLS", {"softmax": GOOD})
-    monkeypatch.setattr(_report, "CPU_ELEMENTS", 2048)
-    monkeypatch.setattr(_report, "CPU_REPETITIONS", 2)
+@pytest.fixture(autouse=True, scope="module")
+def tiny() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(_check_machine, "CALLS", {"softmax": GOOD})
+        monkeypatch.setattr(_report, "CPU_ELEMENTS", 2048)
+        monkeypatch.setattr(_report, "CPU_REPETITIONS", 2)
+        yield
 
 
 def run(path: Path, *arguments: str) -> int:
@@ -110,7 +112,7 @@ def run(path: Path, *arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def whole(tiny: None, tmp_path_factory: pytest.TempPathFactory) -> Page:
     """A run with a check that fails, every part of the page, and a peer that is not installed."""
     path = tmp_path_factory.mktemp("report") / "new folder" / "report.html"
     absent = providers.Provider(
@@ -121,22 +123,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(_check_machine, "CALLS", {"softmax": GOOD, "broken": BAD})
-        monkeypatch.setattr(_report, "CPU_ELEMENTS", 2048)
-        monkeypatch.setattr(_report, "CPU_REPETITIONS", 2)
         monkeypatch.setattr(providers, "PEERS", (providers.TORCH, absent))
         monkeypatch.setenv("OMP_NUM_THREADS", "<1>")
         assert run(path, "--ops", "softmax,token_stats", "--peers", "torch,absent") == 1
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
-    yield Page(path)
+    return Page(path)
 
 
 def assert_stands_alone(page: Page) -> None:
     assert page.source.startswith("<!DOCTYPE html>\n<html lang=")
     assert not {"script", "link", "img", "iframe", "object", "image"} & page.seen
     assert len(page.ids) == len(set(page.ids))
-    assert {"#"} == {link[0] for link in page.links} and {link[1:] for link in page.links} <= set(
-        page.ids
-    )
+    assert {link[0] for link in page.links} == {"#"}
+    assert {link[1:] for link in page.links} <= set(page.ids)
     assert set(re.findall(r"url\(#(.*?)\)", page.source)) <= set(page.ids)
     assert "@import" not in page.source and page.source.count("url(") == page.source.count("url(#")
     assert set(re.findall(r"https?://[^\s\"<]+", page.source)) <= {
@@ -163,10 +162,8 @@ def test_a_failed_check_is_first_and_escaped(whole: Page) -> None:
 
 
 def test_the_header_says_where_and_how(whole: Page) -> None:
-    assert (
-        "partita report report.html --device=cpu --ops=softmax,token_stats --peers=torch,absent"
-        in whole.text
-    )
+    options = "--device=cpu --ops=softmax,token_stats --peers=torch,absent"
+    assert f"partita report report.html {options}" in whole.text
     assert re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", whole.text)
     assert ["torch", torch.__version__, ""] in whole.table("package", "version")
     assert whole.table("op", "cpu")
@@ -189,44 +186,28 @@ def test_the_bench_is_there_beside_torch_with_pictures(whole: Page) -> None:
 def test_pictures_share_a_page(tmp_path: Path) -> None:
     """Their anchors are apart, and each is drawn from its own."""
     machine = Machine(torch.device("cpu"), "<CPU>", copy=4e9, read=2e9)
-    cases = [
-        chain.LogZ("chain", dtype, 2, 3, 2, chain.kmers)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
     rows = [
-        Row(case, name, "total", Timing.of([1.0, 2.0]), 0.0, None, "")
-        for case in cases
+        row_of(name, chain.LogZ("chain", dtype, 2, 3, 2, chain.kmers), 1.0)
+        for dtype in (torch.float32, torch.bfloat16)
         for name in ("partita", "torch")
     ]
+    report = _report.Report("", "", [], [], Measured(rows, machine))
     path = tmp_path / "report.html"
-    path.write_text(
-        _report.page(_report.Report("", "", [], [], Measured(rows, machine))), encoding="utf-8"
-    )
+    path.write_text(_report.page(report), encoding="utf-8")
     page = Page(path)
     assert page.source.count("<figure><svg ") == 2
     assert_stands_alone(page)
-    assert {link[: len("#chain-0-")] for link in page.links if "-" in link} == {
-        "#chain-0-",
-        "#chain-1-",
-    }
+    anchors = {link[: len("#chain-0-")] for link in page.links if "-" in link}
+    assert anchors == {"#chain-0-", "#chain-1-"}
     assert "log Z and its gradient, bf16 scores, <CPU>" in page.text
 
 
-def test_without_matplotlib_the_tables_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *args: None if name == "matplotlib" else find_spec(name, *args),
-    )
+def test_without_matplotlib_the_tables_are_there(no_matplotlib: None, tmp_path: Path) -> None:
     assert run(tmp_path / "report.html", "--ops=softmax", "--peers=torch") == 0
     page = Page(tmp_path / "report.html")
     assert "svg" not in page.seen
-    assert (
-        "No pictures: matplotlib is not installed; pip install matplotlib brings it." in page.text
-    )
+    missing = "No pictures: matplotlib is not installed; pip install matplotlib brings it."
+    assert missing in page.text
     assert page.table("provider", "rows × columns")
 
 
@@ -242,12 +223,10 @@ def test_nobody_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(getpass, "getuser", lambda: "janezzyzx")
     monkeypatch.setattr(platform, "node", lambda: "box-17.example.org")
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(
-            name,
-            f"{home}/work on janezzyzx@box-17 and box-17.example.org,"
-            " /scratch/jane.q.zzyzx/file.py:3",
-        )
+    monkeypatch.setenv(
+        "OMP_NUM_THREADS",
+        f"{home}/work on janezzyzx@box-17 and box-17.example.org, /scratch/jane.q.zzyzx/file.py:3",
+    )
     path = home / "box-17" / "janezzyzx.html"
     monkeypatch.setattr(_check_machine, "CALLS", {"broken": BAD})
     assert run(path, "--no-bench") == 1
@@ -284,23 +263,15 @@ def test_what_is_there_is_not_overwritten_unless_asked(
         context.setattr(_check_machine, "run_all", lambda backends: pytest.fail("the work began"))
         assert run(path) == 2
     assert path.read_text() == "mine"
-    assert (
-        capsys.readouterr().err
-        == f"partita report: {path}: is there already; --force overwrites it\n"
-    )
+    expected = f"partita report: {path}: is there already; --force overwrites it\n"
+    assert capsys.readouterr().err == expected
     assert run(path, "--force", "--no-bench") == 0
     assert "--force" in Page(path).text
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--device=nowhere"], ["--ops=chess"], ["--peers=nobody"]],
-    ids=lambda value: value[0],
-)
-def test_wrong_arguments(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path / "folder" / "x.html"), *arguments]) == 2
+@pytest.mark.parametrize("argument", ["--device=nowhere", "--ops=chess", "--peers=nobody"])
+def test_wrong_arguments(argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "folder" / "x.html"), argument]) == 2
     error = capsys.readouterr().err
     assert error.startswith("partita report: ") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -325,10 +296,8 @@ def test_a_backend_that_serves_nothing(
 ) -> None:
     monkeypatch.setenv("PARTITA_BACKEND", "abacus")
     assert run(tmp_path / "report.html") == 2
-    assert (
-        "nothing is left to check: cpu is left out: PARTITA_BACKEND: expected one of"
-        in capsys.readouterr().err
-    )
+    expected = "nothing is left to check: cpu is left out: PARTITA_BACKEND: expected one of"
+    assert expected in capsys.readouterr().err
 
 
 def test_what_is_wrong_in_the_bench_is_told(
@@ -340,10 +309,8 @@ def test_what_is_wrong_in_the_bench_is_told(
     page = Page(tmp_path / "report.html")
     assert "results of Partita wrong or refused" in capsys.readouterr().out
     assert "partita wrong: " in page.text
-    assert (
-        next(row[-1][:7] for row in page.table("provider", "rows × columns") if row[0] == "partita")
-        == "wrong: "
-    )
+    notes = [row[-1] for row in page.table("provider", "rows × columns") if row[0] == "partita"]
+    assert notes[0].startswith("wrong: ")
 
 
 @pytest.mark.parametrize(
@@ -357,9 +324,8 @@ def test_a_bench_that_breaks_off_is_written(
         yield
 
     monkeypatch.setattr(cli, "run", breaks)
-    assert run(tmp_path / "report.html", "--ops=softmax", "--peers=") == (
-        130 if error is KeyboardInterrupt else 1
-    )
+    code = run(tmp_path / "report.html", "--ops=softmax", "--peers=")
+    assert code == (130 if error is KeyboardInterrupt else 1)
     told = "interrupted" if error is KeyboardInterrupt else "broke off: MemoryError: no memory"
     assert f"bench: nothing measured; {told}\n" in Page(tmp_path / "report.html").text
 
@@ -389,9 +355,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     assert run(path, "--force", "--no-bench") == 1
     *_, told = capsys.readouterr().err.splitlines()  # a slow machine shows its progress before
     assert told == f"partita report: {path}: cannot be written: No space left on device"
-    assert [file.name for file in tmp_path.iterdir()] == [
-        "report.html"
-    ] and path.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -411,19 +375,16 @@ def test_help_has_examples_and_exit_codes(
 
 
 def test_the_quick_bench_on_a_cpu_leaves_out_what_takes_longest() -> None:
-    names = {provider.name for provider in _plan().providers}
-    assert "compile" not in names and "torch" in names
-    assert _plan().settings.quick and _plan().settings.elements == 2048
-    full = _plan("--full")
-    assert (
-        not full.settings.quick
-        and full.settings.elements is None
-        and "compile" in {provider.name for provider in full.providers}
-    )
-    assert "compile" in {provider.name for provider in _plan("--peers=torch,compile").providers}
-
-
-def _plan(*arguments: str) -> cli.Plan:
     parser = argparse.ArgumentParser()
     _report.add_arguments(parser)
-    return _report._plan(parser.parse_args(["x.html", "--device=cpu", *arguments]))
+
+    def plan(*arguments: str) -> tuple[Settings, set[str]]:
+        found = _report._plan(parser.parse_args(["x.html", "--device=cpu", *arguments]))
+        return found.settings, {provider.name for provider in found.providers}
+
+    settings, names = plan()
+    assert settings.quick and settings.elements == 2048
+    assert "compile" not in names and "torch" in names
+    settings, names = plan("--full")
+    assert not settings.quick and settings.elements is None and "compile" in names
+    assert "compile" in plan("--peers=torch,compile")[1]

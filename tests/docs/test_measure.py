@@ -34,7 +34,7 @@ def test_a_complete_part_replaces_its_table(tmp_path: Path) -> None:
     ("command", "limit"),
     [
         (f'{WRITE}; raise SystemExit(1)"', 60.0),
-        (f'{WRITE}; import time; time.sleep(60)"', 3.0),
+        (f'{WRITE}; import time; time.sleep(60)"', 1.0),
     ],
     ids=["failed", "stopped"],
 )

@@ -27,11 +27,17 @@ import recorded_support
 import tagger
 import torch
 import torch.distributed as dist
-from helpers.examples import share_run, two_reports
-from matplotlib.image import imread
+from helpers.examples import (
+    assert_is_wide,
+    lines_of,
+    lines_with_few_batches,
+    options,
+    two_reports,
+)
 
 ROOT = Path(__file__).parents[2]
 EPS = torch.finfo(torch.float32).eps
+MODEL = {"megabytes": 1, "width": 16, "layers": 1, "length": 16, "batch": 4}
 
 
 def test_digits_learns_and_agrees_with_pytorch(tmp_path: Path) -> None:
@@ -41,28 +47,22 @@ def test_digits_learns_and_agrees_with_pytorch(tmp_path: Path) -> None:
     # The loss is below 2; an entry of the gradient is at most one batch-th: 2 ulp of each.
     assert report.difference.loss <= 4 * EPS
     assert report.difference.grad <= 2 * EPS / digits.BATCH
-    height, width, _ = imread(out).shape
-    assert width > height > 500
+    assert_is_wide(out)
 
 
 def test_digits_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {"epochs": 1, "seed": 3, "out": tmp_path / "digits.svg", "quiet": True}
+    arguments = {"epochs": 1, "seed": 3, "out": tmp_path / "digits.png"}
     first, second = two_reports(digits, monkeypatch, **arguments)
     assert first == second
 
 
 def test_digits_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "picture"
-    assert digits.main(["--epochs", "1", "--out", str(out), "--quiet"]) == 1, (
-        "one epoch cannot reach the accuracy that the demo asks for"
-    )
+    code = digits.main(["--epochs", "1", "--out", str(out), "--quiet"])
+    assert code == 1, "one epoch cannot reach the accuracy that the demo asks for"
     printed = capsys.readouterr()
-    assert [line.partition(":")[0] for line in printed.out.splitlines()] == [
-        "Loss diff",
-        "Grad diff (max)",
-        "Test accuracy",
-        "Picture",
-    ]
+    names = [line.partition(":")[0] for line in printed.out.splitlines()]
+    assert names == ["Loss diff", "Grad diff (max)", "Test accuracy", "Picture"]
     assert "below 97%" in printed.err
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -86,36 +86,20 @@ def test_numbers_that_are_refused(
 def test_digit_lines_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share_run(digit_lines, monkeypatch)
-    check_digit_lines_command(False, tmp_path, capsys)
-    monkeypatch.setattr(digit_lines, "BATCHES", 3)
-    check_digit_lines_command(True, tmp_path, capsys)
-
-
-def check_digit_lines_command(
-    enough: bool, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = folder / "new folder" / "lines"
-    code = digit_lines.main(["--batches", "3", "--out", str(out), "--quiet"])
-    assert code == int(enough), "so few batches cannot reach what is asked for"
-    printed = capsys.readouterr()
-    lines = dict(line.split(": ") for line in printed.out.splitlines() if ": " in line)
+    out = tmp_path / "new folder" / "lines"
+    arguments = ["--out", str(out)]
+    lines = lines_with_few_batches(digit_lines, arguments, 3, "Fewer than 90%", monkeypatch, capsys)
     assert list(lines) == ["Loss diff", "Grad diff (max)", "Lines read without a fault", "Picture"]
     assert float(lines["Loss diff"]) <= 1e-5 and float(lines["Grad diff (max)"]) <= 1e-6
-    assert ("Fewer than 90%" in printed.err) == enough
-    assert ("batches are too few" in printed.out) != enough
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_digit_lines_reads_what_it_wrote() -> None:
     """A line's targets, almost certain at each step with blanks between them, are read back."""
-    lines = digit_lines.compose(
-        digit_lines.load(0, torch.device("cpu"))[0], 3, torch.Generator().manual_seed(0)
-    )
-    assert (
-        lines.images.sum((1, 2, 3)).min() > 0
-        and (lines.input_lengths <= digit_lines.WIDTH // digit_lines.COLUMNS_A_STEP).all()
-    )
+    scans, _ = digit_lines.load(0, torch.device("cpu"))
+    lines = digit_lines.compose(scans, 3, torch.Generator().manual_seed(0))
+    assert lines.images.sum((1, 2, 3)).min() > 0
+    assert (lines.input_lengths <= digit_lines.WIDTH // digit_lines.COLUMNS_A_STEP).all()
     path = torch.stack([torch.zeros_like(lines.targets), lines.targets], 2).flatten(1)
     logits = 20.0 * torch.nn.functional.one_hot(path.T, digit_lines.CLASSES)
     assert digit_lines.read(logits, 2 * lines.target_lengths) == digit_lines.truth(lines)
@@ -123,11 +107,8 @@ def test_digit_lines_reads_what_it_wrote() -> None:
 
 def test_language_model_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new folder" / "model"
-    sizes = {"megabytes": 1, "vocabulary": 400, "width": 16, "layers": 1, "length": 16, "batch": 4}
-    arguments = [
-        argument for name, value in sizes.items() for argument in (f"--{name}", str(value))
-    ]
-    assert language_model.main(["--batches", "3", "--out", str(out), "--quiet", *arguments]) == 0
+    arguments = options({**MODEL, "vocabulary": 400, "batches": 3, "out": out})
+    assert language_model.main([*arguments, "--quiet"]) == 0
     lines = dict(line.partition(": ")[::2] for line in capsys.readouterr().out.splitlines()[:6])
     steps = [f"A step with {name}" for name in (language_model.PLAIN, language_model.OURS)]
     assert list(lines) == ["Held-out loss", "Loss diff", "Grad diff (max)", *steps, "Picture"]
@@ -162,13 +143,12 @@ def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(
     import train_parallel
 
     # 401 rows are rows that two ranks cannot share equally.
-    sizes = {"megabytes": 1, "vocabulary": 401, "width": 16, "layers": 1, "length": 16, "batch": 4}
+    sizes = {**MODEL, "vocabulary": 401, "batches": 30}
     folder, script = tmp_path / "new folder", str(ROOT / "examples" / "train_parallel.py")
 
     def arguments(world: int) -> list[str]:
-        files = ["--csv", str(folder / f"{world}.csv"), "--out", str(folder / str(world))]
-        numbers = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-        return ["--batches", "30", "--quiet", *numbers, *files]
+        files = {"csv": folder / f"{world}.csv", "out": folder / str(world)}
+        return [*options({**sizes, **files}), "--quiet"]
 
     # Without a GPU it computes in fp32, and one machine is enough.
     for name, value in {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}.items():
@@ -189,15 +169,10 @@ def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(
     printed.append(done.stdout)
     curves = []
     for world, text in enumerate(printed, 1):
-        lines = dict(line.split(": ") for line in text.splitlines())
-        assert list(lines) == [
-            "Loss",
-            "A step",
-            *(f"Head on rank {i}" for i in range(world)),
-            "Transformer",
-            "Picture",
-        ]
-        rows = [lines[f"Head on rank {i}"].partition(" rows")[0] for i in range(world)]
+        lines = lines_of(text)
+        ranks = [f"Head on rank {i}" for i in range(world)]
+        assert list(lines) == ["Loss", "A step", *ranks, "Transformer", "Picture"]
+        rows = [lines[name].partition(" rows")[0] for name in ranks]
         assert rows == [["401"], ["201", "200"]][world - 1]
         assert lines["Transformer"].startswith("equal on ")
         assert (folder / str(world)).read_bytes().startswith(b"\x89PNG")
@@ -221,11 +196,8 @@ def test_peak_memory_is_the_most_that_is_allocated_at_once(device: str) -> None:
 
 @pytest.mark.parametrize("name", chain_exactness.CHAINS)
 def test_the_plain_recursion_is_right_in_fp64(name: str) -> None:
-    chain = chain_exactness.moved(
-        chain_exactness.CHAINS[name](50, torch.Generator().manual_seed(1)),
-        torch.device("cpu"),
-        torch.float64,
-    )
+    drawn = chain_exactness.CHAINS[name](50, torch.Generator().manual_seed(1))
+    chain = chain_exactness.moved(drawn, torch.device("cpu"), torch.float64)
     ours, plain = chain_exactness.ours(chain), chain_exactness.plain(chain)
     assert plain.logz == pytest.approx(ours.logz, rel=1e-12)
     assert chain_exactness.worst(plain, ours, 50) <= 1e-12
@@ -233,12 +205,8 @@ def test_the_plain_recursion_is_right_in_fp64(name: str) -> None:
 
 def test_chain_exactness_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new folder"
-    assert (
-        chain_exactness.main(
-            ["--steps", "50", "20", "--device", "cpu", "--out", str(out), "--quiet"]
-        )
-        == 0
-    )
+    arguments = ["--steps", "50", "20", "--device", "cpu", "--out", str(out), "--quiet"]
+    assert chain_exactness.main(arguments) == 0
     assert len(re.findall(r" (20|50) +(partita|plain fp32) ", capsys.readouterr().out)) == 16
     with (out / "chain_exactness.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -247,21 +215,16 @@ def test_chain_exactness_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     }
     assert all(row["device"].startswith("CPU") for row in rows)
     picture = (out / "chain_exactness.svg").read_text(encoding="utf-8")
-    assert all(
-        text in picture for text in [*chain_exactness.CHAINS, "partita", "plain fp32", "CPU"]
-    )
+    texts = [*chain_exactness.CHAINS, "partita", "plain fp32", "CPU"]
+    assert all(text in picture for text in texts)
 
 
 def test_chain_exactness_out_of_contract(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain_exactness, "ours", lambda chain: chain_exactness.plain(chain))
-    assert (
-        chain_exactness.main(
-            ["--steps", "50", "--device", "cpu", "--out", str(tmp_path), "--quiet"]
-        )
-        == 1
-    )
+    monkeypatch.setattr(chain_exactness, "ours", chain_exactness.plain)
+    arguments = ["--steps", "50", "--device", "cpu", "--out", str(tmp_path), "--quiet"]
+    assert chain_exactness.main(arguments) == 1
     assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err
 
 
@@ -296,7 +259,7 @@ def test_recorded_support_takes_masks_and_lists() -> None:
 def test_recorded_support_tells_the_causes_of_a_mismatch_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = {"steps": 2, "seed": 3, "out": tmp_path / "picture.svg", "quiet": True}
+    arguments = {"steps": 2, "seed": 3, "out": tmp_path / "picture.png"}
     first, second = two_reports(recorded_support, monkeypatch, **arguments)
     assert first == second
     assert first.ratio_error == 0.0 and first.rewards[1] > first.rewards[0]
@@ -334,7 +297,7 @@ def test_digit_transducer_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "new folder" / "transducer"
     assert digit_transducer.main(["--batches", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    lines = dict(line.split(": ") for line in printed.splitlines() if ": " in line)
+    lines = lines_of(printed)
     searches = ("greedy", "beam 4", "beam 4 and a model")
     faults = [f"Lines read with a fault, {name}" for name in searches]
     assert list(lines) == ["Loss diff", "Grad diff (max)", *faults, "Picture"]
@@ -397,7 +360,7 @@ def test_calibrated_qualities_of_a_basecaller_hold(
 def test_basecaller_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basecaller, "STRAND", 900)
     monkeypatch.setattr(basecaller, "STRANDS", 2)
-    arguments = {"batches": 2, "seed": 3, "out": tmp_path / "picture.svg", "quiet": True}
+    arguments = {"batches": 2, "seed": 3, "out": tmp_path / "picture.png"}
     first, second = two_reports(basecaller, monkeypatch, **arguments)
     # The sums of errors depend on the qualities of all bases.
     assert first == second and first.errors[0].before > 0

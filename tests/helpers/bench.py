@@ -13,15 +13,15 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import Tensor
 
+import partita
 from partita.__main__ import main
 from partita.bench import providers, report, runner
-from partita.bench.case import Case, Provider, Settings
+from partita.bench.case import Buffers, Case, Provider, Settings
 from partita.bench.measure import Machine, Timing
 from partita.cli.console import Progress, print_table
 
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-devices = pytest.mark.parametrize("device", DEVICES)
 CPU = Machine(torch.device("cpu"), "a CPU", copy=4e9, read=2e9)
 SETTINGS = Settings(
     (torch.float32, torch.bfloat16),
@@ -41,6 +41,10 @@ def bench(command: str, *arguments: str) -> int:
 
 def machine_with(device: str) -> Machine:
     return dataclasses.replace(CPU, device=torch.empty(0, device=device).device)
+
+
+def inputs_of(case: Case) -> Any:
+    return case.inputs(Buffers(CPU.device))
 
 
 def run(cases: Iterable[Case], *who: Provider, machine: Machine = CPU) -> list[runner.Row]:
@@ -92,6 +96,20 @@ def installed(name: str) -> Provider:
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     """Let a module with these members be there, for a package that is not installed."""
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+
+
+def sparse_logz(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    semiring: partita.Semiring,
+    slots: int,
+) -> Tensor:
+    """Stand in for log Z of koi and seqdist, which take these dtypes alone."""
+    assert {scores.dtype, initial.dtype} == {torch.float32}
+    assert (source.dtype, slots) == (torch.int32, 1)
+    return partita.logz(scores, source, initial, final, semiring)
 
 
 def texts_of(path: Path) -> set[str]:

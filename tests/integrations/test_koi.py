@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.fresh import run_fresh
 from helpers.rows import devices
 from torch import Tensor
 
@@ -15,6 +14,13 @@ from partita.integrations import koi
 SEMIRINGS = [koi.Log, koi.Max]
 semirings = pytest.mark.parametrize("S", SEMIRINGS, ids=["Log", "Max"])
 sums = {koi.Log: torch.logsumexp, koi.Max: torch.amax}
+dtypes = pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float32, {"rtol": 1e-6, "atol": 2e-6}),
+        (torch.float64, {"rtol": 1e-10, "atol": 1e-10}),
+    ],
+)
 LOWEST = -1e30  # stands for -inf where a plain recursion would compute -inf - -inf
 
 
@@ -68,23 +74,21 @@ def lattice(stay: Tensor, move: Tensor, lengths: list[int], S: koi.semiring) -> 
 def gradients(f: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
     variables = [t.detach().requires_grad_() for t in tensors]
     weights = torch.arange(1.0, 4.0, device=tensors[0].device)
-    return [
-        g.double().cpu() for g in torch.autograd.grad((f(*variables) * weights).sum(), variables)
-    ]
+    found = torch.autograd.grad((f(*variables) * weights).sum(), variables)
+    return [grad.double().cpu() for grad in found]
 
 
 @devices
 @semirings
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@dtypes
 @pytest.mark.parametrize("table", range(3))
-def test_sparse_chains(table: int, dtype: torch.dtype, S: koi.semiring, device: str) -> None:
+def test_sparse_chains(
+    table: int, dtype: torch.dtype, tolerance: dict[str, float], S: koi.semiring, device: str
+) -> None:
     idx = tables()[table]
     inputs = sample(idx, dtype)
     Ms, v0, vT = (t.double() for t in inputs)
     ours = [t.to(device) for t in inputs]
-    tolerance = (
-        {"rtol": 1e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
-    )
     alphas = koi.fwd_scores_cu_sparse(ours[0], idx, ours[1], S, K=1)
     betas = koi.bwd_scores_cu_sparse(ours[0], idx, ours[2], S, K=1)
     assert alphas.dtype == betas.dtype == dtype and alphas.is_contiguous() and betas.is_contiguous()
@@ -110,12 +114,11 @@ def lattice_sample(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Ten
 
 @devices
 @semirings
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_lattices(dtype: torch.dtype, S: koi.semiring, device: str) -> None:
+@dtypes
+def test_lattices(
+    dtype: torch.dtype, tolerance: dict[str, float], S: koi.semiring, device: str
+) -> None:
     stay, move, lengths = lattice_sample(dtype, device)
-    tolerance = (
-        {"rtol": 1e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
-    )
     f = lambda stay, move: koi.logZ_cu(stay, move, lengths, S)  # noqa: E731
     g = lambda stay, move: lattice(stay, move, lengths.tolist(), S)  # noqa: E731
     truth = stay.double().cpu(), move.double().cpu()
@@ -234,14 +237,6 @@ def test_the_table_is_copied_to_the_device_once() -> None:
         torch.cuda.set_sync_debug_mode("default")
     idx.copy_(idx.flip(1))
     assert not torch.equal(before, koi.logZ_cu_sparse(Ms, idx, v0, vT))
-
-
-def test_the_import_is_light() -> None:
-    code = """
-import sys, partita.integrations.koi
-print([m for m in ("triton", "numba", "torch._dynamo") if m in sys.modules])
-"""
-    assert run_fresh(code).stdout.strip() == "[]"
 
 
 def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:

@@ -19,6 +19,14 @@ UNPRUNED: dict[str, Any] = {"token_min_logp": -30.0, "beam_prune_logp": -1e9}
 
 
 @pytest.fixture
+def theirs() -> Any:
+    """Return the package, which warns of each alphabet."""
+    logging.getLogger("pyctcdecode").setLevel(logging.ERROR)
+    pytest.importorskip("kenlm", reason=ABSENT)
+    return pytest.importorskip("pyctcdecode", reason=ABSENT)
+
+
+@pytest.fixture
 def model(tmp_path: Path) -> str:
     """Return the file of a model whose numbers are exact in fp32, in which kenlm adds."""
     ngrams = {
@@ -47,11 +55,8 @@ def drawn(T: int, labels: list[str], seed: int, scale: float = 1.5) -> Any:
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("hotwords", [None, ["ab"]])
 def test_scores_are_those_of_pyctcdecode_without_its_pruning(
-    model: str, labels: list[str], with_model: bool, hotwords: list[str] | None
+    theirs: Any, model: str, labels: list[str], with_model: bool, hotwords: list[str] | None
 ) -> None:
-    logging.getLogger("pyctcdecode").setLevel(logging.ERROR)
-    pytest.importorskip("kenlm", reason=ABSENT)
-    theirs = pytest.importorskip("pyctcdecode", reason=ABSENT)
     path = model if with_model else None
     unigrams = partita.NgramLM.from_arpa(model).words if with_model else None
     other = theirs.build_ctcdecoder(labels, path, unigrams)
@@ -68,10 +73,9 @@ def test_scores_are_those_of_pyctcdecode_without_its_pruning(
 
 
 @pytest.mark.parametrize("with_model", [False, True])
-def test_peaky_utterances_score_at_least_as_high_as_theirs(model: str, with_model: bool) -> None:
-    logging.getLogger("pyctcdecode").setLevel(logging.ERROR)
-    pytest.importorskip("kenlm", reason=ABSENT)
-    theirs = pytest.importorskip("pyctcdecode", reason=ABSENT)
+def test_peaky_utterances_score_at_least_as_high_as_theirs(
+    theirs: Any, model: str, with_model: bool
+) -> None:
     labels, path = ["", "a", "b", " "], model if with_model else None
     other = theirs.build_ctcdecoder(labels, path)
     decoder = build_ctcdecoder(labels, path)

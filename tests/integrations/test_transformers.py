@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.causal_lm import step
+from helpers.configurations import SERVED_BY_NAME, model_of
 from helpers.errors import raises
-from helpers.fresh import run_fresh
 from helpers.linear import Batch, budgets
 from helpers.rows import INTERPRETING, class_weights, devices, targets_for
 from torch import Tensor
@@ -80,13 +81,12 @@ def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
 
 @devices
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-@pytest.mark.parametrize("ignored", ["none", "some"])
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
 @pytest.mark.parametrize("items", [None, 4, torch.tensor(4), torch.tensor([4])], ids=str)
 def test_the_meaning(
-    items: int | Tensor | None, shifted: bool, ignored: str, options: dict[str, Any], device: str
+    items: int | Tensor | None, shifted: bool, options: dict[str, Any], device: str
 ) -> None:
-    hidden, matrix, labels = sample(device, ignored=ignored)
+    hidden, matrix, labels = sample(device)
     given = (None, items, -100, labels) if shifted else (labels, items)
     expected = meaning(
         hidden @ matrix.T, labels, None if items is None else 4, shifted=shifted, **options
@@ -108,37 +108,40 @@ def test_half_types_give_fp32(items: int | None, dtype: torch.dtype, device: str
     hidden, matrix, labels = sample(device, dtype)
     logits = (hidden @ matrix.T).detach().requires_grad_()
     exact = logits.detach().double().requires_grad_()
-    loss, expected = (
-        causal_lm_loss(logits, labels, CLASSES, items, **OPTIONS),
-        meaning(exact, labels, items, **OPTIONS),
-    )
+    loss = causal_lm_loss(logits, labels, CLASSES, items, **OPTIONS)
+    expected = meaning(exact, labels, items, **OPTIONS)
     assert (loss.shape, loss.dtype) == ((), torch.float32)
     # Each loss is below 16, and takes fewer than 16 roundings in fp32.
-    torch.testing.assert_close(
-        loss.double(), expected, rtol=0, atol=16 * torch.finfo(torch.float32).eps * 16
-    )
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=16 * eps * 16)
     (grad,), (true,) = gradients(loss, logits), gradients(expected, exact)
     assert grad.dtype == dtype
     # Rounded when it is formed, and once more by the factor from upstream.
-    torch.testing.assert_close(
-        grad.double(), true, rtol=torch.finfo(dtype).eps, atol=torch.finfo(torch.float32).eps
-    )
+    torch.testing.assert_close(grad.double(), true, rtol=torch.finfo(dtype).eps, atol=eps)
 
-    without, expected = (
-        linear_causal_lm_loss(hidden, matrix, labels, items),
-        meaning(hidden.double() @ matrix.double().T, labels, items),
-    )
+    without = linear_causal_lm_loss(hidden, matrix, labels, items)
+    expected = meaning(hidden.double() @ matrix.double().T, labels, items)
     assert (without.shape, without.dtype) == ((), torch.float32)
     # Rounding moves a logit by half an eps of it at most. A loss moves by no more than that for the
     # logits of its row, and by no more than that for the logit of its label.
     ratio = 1 if items is None else (labels[:, 1:] != -100).sum().item() / items
-    torch.testing.assert_close(
-        without.double(),
-        expected,
-        rtol=0,
-        atol=ratio * torch.finfo(dtype).eps * logits.abs().max().item(),
-    )
+    atol = ratio * torch.finfo(dtype).eps * logits.abs().max().item()
+    torch.testing.assert_close(without.double(), expected, rtol=0, atol=atol)
     assert all(grad.dtype == dtype for grad in gradients(without, hidden, matrix))
+
+
+def assert_rounded_once(loss: Tensor, x: Tensor, labels: Tensor, **options: Any) -> None:
+    """Compare a loss of bf16 logits, divided by 47, and its gradient with the meaning."""
+    exact = x.detach().double().requires_grad_()
+    expected = meaning(exact[None], labels[None], 47, shifted=True, **options)
+    torch.testing.assert_close(loss.double().reshape(()), expected, rtol=1e-6, atol=0)
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    (true,) = gradients(expected, exact)
+    # Triton's interpreter truncates to bf16, which has twice the error of rounding. Two roundings
+    # exceed the error of one by nearly a factor of two.
+    rounding = torch.finfo(torch.bfloat16).eps / (1 if INTERPRETING else 2)
+    torch.testing.assert_close(first.double(), true, rtol=1.01 * rounding, atol=1e-8)
 
 
 @pytest.mark.interpreted
@@ -149,19 +152,11 @@ def test_half_types_give_fp32(items: int | None, dtype: torch.dtype, device: str
 def test_the_number_of_items_costs_no_second_rounding(
     rows: int, classes: int, items: int | Tensor, options: dict[str, Any], device: str
 ) -> None:
-    x = 3 * sample_rows(rows, classes, dtype=torch.bfloat16, device=device)
-    labels = targets_for(x, "labels", ignored=-100)
-    logits, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    logits = 3 * sample_rows(rows, classes, dtype=torch.bfloat16, device=device)
+    labels = targets_for(logits, "labels", ignored=-100)
+    logits.requires_grad_()
     loss = causal_lm_loss(logits, None, classes, items, shift_labels=labels, **options)
-    expected = meaning(exact[None], labels[None], 47, shifted=True, **options)
-    torch.testing.assert_close(loss.double().reshape(()), expected, rtol=1e-6, atol=0)
-    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    (true,) = gradients(expected, exact)
-    # Triton's interpreter truncates to bf16, which has twice the error of rounding. Two roundings
-    # exceed the error of one by nearly a factor of two.
-    rounding = torch.finfo(torch.bfloat16).eps / (1 if INTERPRETING else 2)
-    torch.testing.assert_close(first.double(), true, rtol=1.01 * rounding, atol=1e-8)
+    assert_rounded_once(loss, logits, labels, **options)
 
 
 @pytest.mark.interpreted
@@ -176,17 +171,9 @@ def test_the_number_of_items_costs_a_head_no_second_rounding(
     matrix = torch.eye(200, dtype=torch.bfloat16, device=device).requires_grad_()
     labels = targets_for(hidden.detach(), "labels", ignored=-100)
     budget = budgets(Batch(hidden, matrix, None, labels, None))[plan]
-    loss = linear_causal_lm_loss(
-        hidden, matrix, None, items, shift_labels=labels, memory_budget=budget
-    )
-    exact = hidden.detach().double().requires_grad_()
-    expected = meaning(exact[None], labels[None], 47, shifted=True)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    first, second = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    (true,) = gradients(expected, exact)
-    rounding = torch.finfo(torch.bfloat16).eps / (1 if INTERPRETING else 2)
-    torch.testing.assert_close(first.double(), true, rtol=1.01 * rounding, atol=1e-8)
+    options = {"shift_labels": labels, "memory_budget": budget}
+    loss = linear_causal_lm_loss(hidden, matrix, None, items, **options)
+    assert_rounded_once(loss, hidden, labels)
 
 
 @pytest.mark.parametrize("plan", ["small", "fast", "lean"])
@@ -206,11 +193,10 @@ def test_second_derivatives_of_a_head_divided_by_items(plan: str) -> None:
 
 def test_second_derivatives_of_a_quotient() -> None:
     _, _, labels = sample()
-    x = 3 * sample_rows(BATCH * TIME, CLASSES, dtype=torch.float64).view(BATCH, TIME, CLASSES)
-    x.requires_grad_()
+    x = (3 * sample_rows(TIME, CLASSES, dtype=torch.float64)).requires_grad_()
 
     def loss(x: Tensor) -> Tensor:
-        return causal_lm_loss(x, labels, CLASSES, torch.tensor(4), **OPTIONS)
+        return causal_lm_loss(x, labels[0], CLASSES, torch.tensor(4), **OPTIONS)
 
     with partita.backend("reference"):
         assert torch.autograd.gradcheck(loss, x)
@@ -238,15 +224,10 @@ def test_the_name_of_the_soft_cap_in_configurations() -> None:
     hidden, matrix, labels = sample()
     expected = linear_causal_lm_loss(hidden, matrix, labels, softcap=3.0)
     for softcap in (None, 3.0):
-        assert torch.equal(
-            linear_causal_lm_loss(
-                hidden, matrix, labels, softcap=softcap, final_logit_softcapping=3.0
-            ),
-            expected,
-        )
-    assert not torch.equal(
-        linear_causal_lm_loss(hidden, matrix, labels, final_logit_softcapping=None), expected
-    )
+        options = {"softcap": softcap, "final_logit_softcapping": 3.0}
+        assert torch.equal(linear_causal_lm_loss(hidden, matrix, labels, **options), expected)
+    plain = linear_causal_lm_loss(hidden, matrix, labels, final_logit_softcapping=None)
+    assert not torch.equal(plain, expected)
 
 
 @devices
@@ -268,33 +249,30 @@ def test_all_ignored(device: str) -> None:
 def test_labels_of_any_dtype_and_ignored_index(ignore_index: int, dtype: torch.dtype) -> None:
     hidden, matrix, labels = sample(ignored="none")
     expected = meaning(hidden @ matrix.T, labels, ignore_index=ignore_index)
+    logits = hidden @ matrix.T
     for shift_labels in (None, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=10).to(dtype)):
         if shift_labels is not None:
-            expected = meaning(
-                hidden @ matrix.T, shift_labels, ignore_index=ignore_index, shifted=True
-            )
-        arguments = (labels.to(dtype), None, ignore_index, shift_labels)
-        torch.testing.assert_close(
-            causal_lm_loss(hidden @ matrix.T, arguments[0], CLASSES, *arguments[1:]), expected
-        )
-        torch.testing.assert_close(linear_causal_lm_loss(hidden, matrix, *arguments), expected)
+            expected = meaning(logits, shift_labels, ignore_index=ignore_index, shifted=True)
+        given, *rest = (labels.to(dtype), None, ignore_index, shift_labels)
+        torch.testing.assert_close(causal_lm_loss(logits, given, CLASSES, *rest), expected)
+        loss = linear_causal_lm_loss(hidden, matrix, given, *rest)
+        torch.testing.assert_close(loss, expected)
 
 
 def test_any_leading_dimensions_and_strides() -> None:
     hidden, matrix, labels = sample()
-    logits = hidden @ matrix.T
-    expected = causal_lm_loss(logits, labels, CLASSES)
-    apart = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    states = hidden.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(causal_lm_loss(apart, labels.T.contiguous().T, CLASSES), expected)
-    torch.testing.assert_close(
-        linear_causal_lm_loss(states, matrix, labels.T.contiguous().T), expected
-    )
-    torch.testing.assert_close(causal_lm_loss(logits[None], labels[None], CLASSES), expected)
-    torch.testing.assert_close(linear_causal_lm_loss(hidden[None], matrix, labels[None]), expected)
-    one = causal_lm_loss(logits[0], labels[0], CLASSES)
-    torch.testing.assert_close(one, causal_lm_loss(logits[:1], labels[:1], CLASSES))
-    torch.testing.assert_close(one, linear_causal_lm_loss(hidden[0], matrix, labels[0]))
+
+    def assert_same(hidden: Tensor, labels: Tensor, expected: Tensor) -> None:
+        loss = causal_lm_loss(hidden @ matrix.T, labels, CLASSES)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(linear_causal_lm_loss(hidden, matrix, labels), expected)
+
+    expected = causal_lm_loss(hidden @ matrix.T, labels, CLASSES)
+    apart = hidden.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_same(apart, labels.T.contiguous().T, expected)
+    assert_same(hidden[None], labels[None], expected)
+    one = causal_lm_loss(hidden[:1] @ matrix.T, labels[:1], CLASSES)
+    assert_same(hidden[0], labels[0], one)
 
 
 def test_a_bias_and_a_budget_are_passed_on() -> None:
@@ -313,14 +291,11 @@ def test_a_bias_and_a_budget_are_passed_on() -> None:
 def test_what_else_models_pass_on_is_not_looked_at() -> None:
     hidden, matrix, labels = sample()
     more = {"cache_position": torch.arange(3), "output_attentions": True, "reduction": "none"}
-    assert torch.equal(
-        causal_lm_loss(hidden @ matrix.T, labels, CLASSES, **more),
-        causal_lm_loss(hidden @ matrix.T, labels, CLASSES),
-    )
-    assert torch.equal(
-        linear_causal_lm_loss(hidden, matrix, labels, **more),
-        linear_causal_lm_loss(hidden, matrix, labels),
-    )
+    for f, arguments in (
+        (causal_lm_loss, (hidden @ matrix.T, labels, CLASSES)),
+        (linear_causal_lm_loss, (hidden, matrix, labels)),
+    ):
+        assert torch.equal(f(*arguments, **more), f(*arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -331,10 +306,8 @@ def test_compiled_and_under_autocast(dtype: torch.dtype) -> None:
         (causal_lm_loss, ((hidden @ matrix.T).detach().requires_grad_(), labels, CLASSES)),
         (linear_causal_lm_loss, (hidden, matrix, labels)),
     ):
-        loss, compiled = (
-            f(*arguments, items),
-            torch.compile(f, fullgraph=True, backend="aot_eager")(*arguments, items),
-        )
+        loss = f(*arguments, items)
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(*arguments, items)
         torch.testing.assert_close(compiled, loss)
         of = [tensor for tensor in arguments if isinstance(tensor, Tensor) and tensor.requires_grad]
         eps = torch.finfo(dtype).eps
@@ -342,13 +315,10 @@ def test_compiled_and_under_autocast(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, eager, rtol=2 * eps, atol=1e-6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_causal_lm_loss(hidden.bfloat16(), matrix.float(), labels)
-        assert (
-            loss.dtype == torch.float32
-            and causal_lm_loss(hidden @ matrix.T, labels, CLASSES).dtype == torch.float32
-        )
-    torch.testing.assert_close(
-        loss, linear_causal_lm_loss(hidden.bfloat16(), matrix.bfloat16(), labels)
-    )
+        assert loss.dtype == torch.float32
+        assert causal_lm_loss(hidden @ matrix.T, labels, CLASSES).dtype == torch.float32
+    expected = linear_causal_lm_loss(hidden.bfloat16(), matrix.bfloat16(), labels)
+    torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.gpu
@@ -372,68 +342,35 @@ def test_no_copy_of_the_logits() -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     causal_lm_loss(logits, labels, 32_768, 1024).backward()
-    assert torch.cuda.max_memory_allocated() - before < 1.1 * logits.nbytes, (
-        "the gradient, and no more"
-    )
-
-
-def test_transformers_is_not_imported() -> None:
-    code = (
-        "import sys, partita; partita.integrations.transformers.causal_lm_loss;"
-        " print('transformers' in sys.modules)"
-    )
-    assert run_fresh(code).stdout.strip() == "False"
-    assert "transformers" in dir(partita.integrations)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra < 1.1 * logits.nbytes, "the gradient, and no more"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("items", [None, 4, torch.tensor(4)], ids=str)
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
 def test_as_transformers(shifted: bool, items: int | Tensor | None, dtype: torch.dtype) -> None:
-    theirs = pytest.importorskip(
-        "transformers.loss.loss_utils", exc_type=ImportError
-    ).ForCausalLMLoss
+    theirs = pytest.importorskip("transformers.loss.loss_utils", exc_type=ImportError)
     hidden, matrix, labels = sample(dtype=dtype)
     logits = (hidden @ matrix.T).detach().requires_grad_()
-    arguments = (
-        logits,
-        None if shifted else labels,
-        CLASSES,
-        items,
-        -100,
-        labels if shifted else None,
-    )
-    loss, expected = causal_lm_loss(*arguments), theirs(*arguments)
+    given = (None, labels) if shifted else (labels, None)
+    arguments = (logits, given[0], CLASSES, items, -100, given[1])
+    loss, expected = causal_lm_loss(*arguments), theirs.ForCausalLMLoss(*arguments)
     assert loss.dtype == expected.dtype
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(*(gradients(each, logits)[0] for each in (loss, expected)))
 
 
 def test_as_the_loss_of_a_model_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers", exc_type=ImportError)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=CLASSES, **sizes))
-    tokens = torch.randint(CLASSES, (BATCH, TIME))
-    parameters = list(model.parameters())
+    pytest.importorskip("transformers", exc_type=ImportError)
+    model = model_of(SERVED_BY_NAME["LlamaForCausalLM"])
     for more in ({}, {"num_items_in_batch": torch.tensor(9)}):
-        expected = model(input_ids=tokens, labels=tokens, **more).loss
-        truth = gradients(expected, *parameters)
+        expected, truth = step(model, **more)
         model.loss_function = causal_lm_loss
-        ours = model(input_ids=tokens, labels=tokens, **more).loss
+        found, others = step(model, **more)
         del model._loss_function
-        without = linear_causal_lm_loss(
-            model.model(input_ids=tokens).last_hidden_state, model.lm_head.weight, tokens, **more
-        )
-        for loss in (ours, without):
-            torch.testing.assert_close(loss, expected)
-            torch.testing.assert_close(gradients(loss, *parameters), truth)
+        torch.testing.assert_close(found.loss, expected.loss)
+        torch.testing.assert_close(others, truth)
 
 
 LOGITS, LABELS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
@@ -497,9 +434,6 @@ def test_what_is_refused(error: str, changes: dict[str, object]) -> None:
         "ValueError: lm_head_weight: expected the device of hidden_states, cpu, got meta": {
             "lm_head_weight": torch.zeros(4, 5, device="meta")
         },
-        "ValueError: labels: expected 6 labels, one for each position, got 3": {
-            "labels": LABELS[:1]
-        },
         r"IndexError: labels: expected labels from 0 to 3.*got 7 at \[1, 2\]": {"labels": BAD},
         r"IndexError: shift_labels: .*got 9 at \[0, 0\]": {"shift_labels": BAD},
         "ValueError: linear_bias: expected shape": {"linear_bias": torch.zeros(3)},
@@ -509,12 +443,7 @@ def test_what_is_refused(error: str, changes: dict[str, object]) -> None:
     }.items(),
 )
 def test_what_is_refused_without_logits(error: str, changes: dict[str, object]) -> None:
+    hidden, matrix = torch.zeros(2, 3, 5), torch.zeros(4, 5)
+    given = {"hidden_states": hidden, "lm_head_weight": matrix, "labels": LABELS, **changes}
     with raises(error):
-        linear_causal_lm_loss(
-            **{
-                "hidden_states": torch.zeros(2, 3, 5),
-                "lm_head_weight": torch.zeros(4, 5),
-                "labels": LABELS,
-                **changes,
-            }
-        )
+        linear_causal_lm_loss(**given)

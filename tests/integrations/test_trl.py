@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.divergence import truth
-from helpers.rows import devices
+from helpers.errors import raises
+from helpers.rows import DTYPES, devices
 from torch import Tensor
 
 from partita.integrations.trl import (
@@ -15,8 +16,6 @@ from partita.integrations.trl import (
     selective_log_softmax,
     selective_log_softmax_and_entropy,
 )
-
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def assert_rounded_once(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -49,7 +48,7 @@ def test_selective_log_softmax(k: int | None, dtype: torch.dtype, device: str) -
 
 @devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(768,), (32, 768), (8, 16, 768), (2, 4, 8, 768)], ids=str)
+@pytest.mark.parametrize("shape", [(768,), (2, 4, 8, 768)], ids=str)
 def test_entropy_from_logits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     g = torch.Generator().manual_seed(0)
     for x in (torch.randn(shape, generator=g), torch.full(shape, 3.0)):
@@ -136,17 +135,17 @@ def test_masked_rows_do_not_matter(k: int | None, device: str) -> None:
 
 def test_bad_input() -> None:
     logits = torch.zeros(2, 3, 4)
-    with pytest.raises(TypeError, match="index: expected an integer dtype"):
+    with raises("TypeError: index: expected an integer dtype"):
         selective_log_softmax(logits, torch.zeros(2, 3))
     for index in (torch.full((2, 3), 4), torch.full((2, 3, 1), 4)):
-        with pytest.raises(IndexError, match=r"^index: .*got 4 at \[0, 0"):
+        with raises(r"IndexError: index: .*got 4 at \[0, 0"):
             selective_log_softmax(logits, index)
-    with pytest.raises(ValueError, match="index: expected shape"):
+    with raises("ValueError: index: expected shape"):
         selective_log_softmax(logits, torch.zeros(2, 2, 1, dtype=torch.int64))
     labels = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="row_mask: expected shape the shape of index"):
+    with raises("ValueError: row_mask: expected shape the shape of index"):
         selective_log_softmax(logits, labels, row_mask=torch.ones(2))
-    with pytest.raises(ValueError, match=r"temperature: expected a number above 0\.0"):
+    with raises(r"ValueError: temperature: expected a number above 0\.0"):
         selective_log_softmax(logits, labels, temperature=0.0)
 
 
@@ -194,11 +193,11 @@ def test_a_batch_without_labels_has_no_divergence(items: int | None) -> None:
 
 
 def test_bad_input_of_losses() -> None:
-    with pytest.raises(ValueError, match="reduction: expected"):
+    with raises("ValueError: reduction: expected"):
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), reduction="none")
-    with pytest.raises(TypeError, match="labels: expected an integer dtype"):
+    with raises("TypeError: labels: expected an integer dtype"):
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1))
-    with pytest.raises(ValueError, match="teacher_logits: expected the shape of student_logits"):
+    with raises("ValueError: teacher_logits: expected the shape of student_logits"):
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"labels: expected shape student_logits\.shape\[:-1\]"):
+    with raises(r"ValueError: labels: expected shape student_logits\.shape\[:-1\]"):
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(2).long())

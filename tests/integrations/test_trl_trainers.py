@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.configurations import CLASSES, LLAMA
+from helpers import configurations
+from helpers.configurations import CLASSES, LLAMA, SERVED_BY_NAME
 from torch import Tensor
 
 import partita
@@ -145,20 +146,10 @@ def test_trainers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        ("Llama", {}),
-        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 1.5}),
-        ("Cohere", {"logit_scale": 0.3}),
-        ("Granite", {"logits_scaling": 3.0}),
-        ("Phi", {}),  # its head has a bias
-        ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}),
-    ],
-)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Cohere", "Granite", "Phi", "Mixtral"])
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
-def test_every_field_of_the_output(family: str, sizes: dict[str, Any], shifted: bool) -> None:
-    model = model_of(family, **sizes).train()
+def test_every_field_of_the_output(family: str, shifted: bool) -> None:
+    model = configurations.model_of(SERVED_BY_NAME[f"{family}ForCausalLM"])
     ids = torch.randint(4, CLASSES, (3, 9), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.arange(9) < 3, -100)
     arguments = {"shift_labels" if shifted else "labels": labels, "num_items_in_batch": 11}
@@ -341,9 +332,8 @@ def test_adapters(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"without variants \(DoRA\)"):
         train("SFT", tmp_path, dora)
     ours.unpatch()
-    for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO"):
-        with pytest.raises(ValueError, match="adapter"):
-            train(kind, tmp_path, adapted(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="adapter"):
+        train("SFT", tmp_path, adapted(target_modules=["lm_head"]))
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.rows import devices
+from helpers.rows import DTYPES, devices
 from torch import Tensor
 
 from partita.integrations.verl import (
@@ -11,8 +11,6 @@ from partita.integrations.verl import (
     linear_cross_entropy,
     logprobs_from_logits,
 )
-
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def truth(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
