@@ -1,6 +1,7 @@
 """Batches of transducers, and the sum over all of their paths one by one."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ def sample(
     return tokens, durations.to(dtype), targets, torch.tensor(STEPS), torch.tensor(LABELS)
 
 
-class Path:
+class Path(NamedTuple):
     """A path: its score, and the steps and scores of its labels."""
 
-    def __init__(self, score: Tensor, steps: list[int], scores: list[Tensor]) -> None:
-        self.score, self.steps, self.scores = score, steps, scores
+    score: Tensor
+    steps: list[int]
+    scores: list[Tensor]
 
 
 # (blank, t, u) -> the arcs that leave the node: the steps by which each advances and its score.
@@ -80,8 +82,10 @@ def hat_log_probs(logits: Tensor, blank: int) -> Tensor:
     return torch.where(is_blank, blanks, others)
 
 
-def total(paths: list[Path]) -> Tensor:
-    """Return minus the log-sum-exp of the scores."""
-    if not paths:
-        return torch.tensor(torch.inf, dtype=torch.float64)
-    return -torch.stack([path.score for path in paths]).logsumexp(0)
+def losses_of_paths(arcs: Sequence[ArcsOf], steps: Tensor, labels: Tensor) -> Tensor:
+    """Return minus the log-sum-exp of the scores of all paths of each sequence."""
+    losses = []
+    for of_sequence, T, U in zip(arcs, steps.tolist(), labels.tolist(), strict=True):
+        scores = [path.score for path in all_paths(of_sequence, T, U)]
+        losses.append(-torch.stack(scores).logsumexp(0))
+    return torch.stack(losses)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import partita
 
 BLANK = 0
+LABELS = ["-", "w1", "w2", "w3", "w4", "w5"]
+TDT = (0, 1, 2, 4)
 
 
 class Recurrent(nn.Module):
@@ -128,6 +130,16 @@ def moved(network: Transducer, device: str) -> Transducer:
     """Return a copy on a device; modules would move in place."""
     predict, join = (deepcopy(each).to(device) for each in (network.predict, network.join))
     return network._replace(predict=predict, join=join, encoder=network.encoder.to(device))
+
+
+def chunks_of(network: Transducer, sizes: Iterable[int]) -> Iterator[Transducer]:
+    """Yield a network with the frames of one chunk after another; the last has all that is left."""
+    first, T = 0, network.encoder.shape[1]
+    for size in [*sizes, T]:
+        end = min(first + size, T)
+        lengths = [min(max(length - first, 0), end - first) for length in network.lengths]
+        yield network._replace(encoder=network.encoder[:, first:end], lengths=lengths)
+        first = end
 
 
 class Found(NamedTuple):

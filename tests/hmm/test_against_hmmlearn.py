@@ -87,7 +87,7 @@ def parameters(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:the model does not converge")
-@pytest.mark.parametrize("iterations", [1, 2, 5, 60])
+@pytest.mark.parametrize("iterations", [1, 60])
 @pytest.mark.parametrize("case", CASES)
 def test_iterations_are_those_of_hmmlearn(case: str, iterations: int) -> None:
     tol = 1e-2 if iterations == 60 and "prior" not in case else NEVER
@@ -104,10 +104,9 @@ def test_iterations_are_those_of_hmmlearn(case: str, iterations: int) -> None:
         assert (ours.startprob_[2], ours.transmat_[0, 2]) == (0, 0)
 
 
-@pytest.mark.parametrize("implementation", ["log", "scaling"])
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_model_computes_is_that_of_hmmlearn(case: str, implementation: str) -> None:
-    other, ours, X = both(case, implementation=implementation)
+def test_what_a_model_computes_is_that_of_hmmlearn(case: str) -> None:
+    other, ours, X = both(case, implementation="scaling")  # fits have the default, "log"
     assert ours.score(X, LENGTHS) == pytest.approx(other.score(X, LENGTHS), rel=1e-10)
     assert ours.score(X[:7]) == pytest.approx(other.score(X[:7]), rel=1e-10)
     log_prob, posteriors = ours.score_samples(X, LENGTHS)

@@ -101,57 +101,40 @@ def test_wide_vocabularies(classes: int, backend: str) -> None:
     g = torch.Generator().manual_seed(classes)
     x = 3 * torch.randn(6, 3, classes, dtype=torch.float64, generator=g) + 500
     x[0, :, 5] = -torch.inf
-    targets, lengths = torch.tensor([[1, classes - 1], [2, 2], [62, 1]]), torch.tensor([2, 2, 2])
-    truth = F.ctc_loss(x.log_softmax(2), targets, torch.full((3,), 6), lengths, reduction="none")
+    targets = torch.tensor([[1, classes - 1], [2, 2], [62, 1]])
+    rest = targets, torch.full((3,), 6), torch.tensor([2, 2, 2])
+    truth = F.ctc_loss(x.log_softmax(2), *rest, reduction="none")
+    # PyTorch's gradient is NaN where logits are -inf.
+    low = x.clamp(min=-1000.0).requires_grad_()
+    (expected,) = torch.autograd.grad(F.ctc_loss(low.log_softmax(2), *rest, reduction="sum"), low)
     for laid in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
         leaf = laid.clone(memory_format=torch.preserve_format).requires_grad_()
         with partita.backend(backend):
-            loss = partita.ctc_loss(
-                leaf, targets, torch.full((3,), 6), lengths, reduction="none", from_logits=True
-            )
+            loss = partita.ctc_loss(leaf, *rest, reduction="none", from_logits=True)
             (grad,) = torch.autograd.grad(loss.sum(), leaf)
         torch.testing.assert_close(loss, truth, rtol=1e-11, atol=1e-11)
-        # PyTorch's gradient is NaN where logits are -inf.
-        low = x.clamp(min=-1000.0).requires_grad_()
-        expected = torch.autograd.grad(
-            F.ctc_loss(low.log_softmax(2), targets, torch.full((3,), 6), lengths, reduction="sum"),
-            low,
-        )[0]
         torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-11)
     for c in (0, classes // 2, classes - 1):
         with_nan = x.clone()
         with_nan[3, 1, c] = torch.nan
         with partita.backend(backend):
-            loss = partita.ctc_loss(
-                with_nan, targets, torch.full((3,), 6), lengths, reduction="none", from_logits=True
-            )
+            loss = partita.ctc_loss(with_nan, *rest, reduction="none", from_logits=True)
         assert loss.isnan().tolist() == [False, True, False]
 
 
 @backends
 def test_targets_that_cannot_be_aligned(backend: str) -> None:
     x = torch.zeros(2, 3, 3, requires_grad=True)
-    targets, lengths = torch.tensor([[1, 1], [1, 2], [2, 2]]), [2, 2, 0]
+    rest = torch.tensor([[1, 1], [1, 2], [2, 2]]), [2, 2, 0], [2, 2, 0]
     with partita.backend(backend):
-        losses = partita.ctc_loss(
-            x, targets, [2, 2, 0], lengths, reduction="none", from_logits=True
-        )
+        losses = partita.ctc_loss(x, *rest, reduction="none", from_logits=True)
         assert losses.tolist() == pytest.approx([math.inf, 2 * math.log(3), 0.0])
         for zero in (False, True):
-            loss = partita.ctc_loss(
-                x,
-                targets,
-                [2, 2, 0],
-                lengths,
-                zero_infinity=zero,
-                reduction="sum",
-                from_logits=True,
-            )
+            options = {"zero_infinity": zero, "reduction": "sum", "from_logits": True}
+            loss = partita.ctc_loss(x, *rest, **options)
             assert torch.isfinite(loss) == zero
             (grad,) = torch.autograd.grad(loss, x)
-            assert (
-                (grad[:, 0] == 0).all() and (grad[:, 2] == 0).all() and grad[:, 1].abs().sum() > 0
-            )
+            assert not grad[:, [0, 2]].any() and grad[:, 1].abs().sum() > 0
 
 
 def test_long_sequences() -> None:
@@ -188,25 +171,18 @@ def test_nan_is_not_a_loss_of_zero(backend: str) -> None:
 
     A step whose logits are all -inf does the same.
     """
-    targets = torch.tensor([[1, 2], [1, 2]])
+    rest = torch.tensor([[1, 2], [1, 2]]), [5, 5], [2, 2]
     for value, from_logits in ((math.nan, False), (math.nan, True), (math.inf, True)):
         logits = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
         logits[2, 0] = value
         all_impossible = logits.clone()
         all_impossible[2, 0] = -math.inf
+        options = {"zero_infinity": True, "reduction": "none", "from_logits": from_logits}
         for row in (logits, all_impossible) if from_logits else (logits,):
             leaf = row.clone().requires_grad_()
             with partita.backend(backend):
-                loss = partita.ctc_loss(
-                    leaf,
-                    targets,
-                    [5, 5],
-                    [2, 2],
-                    reduction="none",
-                    zero_infinity=True,
-                    from_logits=from_logits,
-                )
-                best = partita.ctc_align(row, targets, [5, 5], [2, 2], from_logits=from_logits)
+                loss = partita.ctc_loss(leaf, *rest, **options)
+                best = partita.ctc_align(row, *rest, from_logits=from_logits)
             (grad,) = torch.autograd.grad(loss.sum(), leaf)
             assert loss.isnan().tolist() == best.score.isnan().tolist() == [True, False]
             assert grad[:, 0].isnan().any() and grad[:, 1].isfinite().all()

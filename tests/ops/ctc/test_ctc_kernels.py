@@ -1,6 +1,5 @@
 """CTC's kernels against the reference, under the interpreter and on a GPU."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,8 +27,9 @@ SHAPES = [
     (90, 2, 5, 40),
     (70, 2, 40, 31),
     (80, 2, 70, 33),
+    (30, 2, 300, 9),
+    (50, 2, 300, 40),
 ]
-SHAPES += [(30, 2, 300, 9), (50, 2, 300, 40)]
 # The interpreter takes seconds for a few steps, so it gets smaller shapes.
 INTERPRETED_SHAPES = [
     (12, 2, 5, 3),
@@ -41,23 +41,14 @@ INTERPRETED_SHAPES = [
     (36, 1, 70, 33),
     (16, 2, 300, 9),
 ]
+CASES = [
+    pytest.param(shape, *device.values, marks=device.marks)
+    for device, shapes in zip(KERNEL_DEVICES, (INTERPRETED_SHAPES, SHAPES), strict=True)
+    for shape in shapes
+]
 
 
-def shapes_for(interpreted: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> Any:
-    """Parametrize a test with one list of shapes for the interpreter and one for GPUs."""
-    chosen = [
-        (kind, shape)
-        for kind, shapes in zip(KERNEL_DEVICES, (interpreted, others), strict=True)
-        for shape in shapes
-    ]
-    parameters = [
-        pytest.param(shape, *kind.values, marks=kind.marks, id=f"{shape}-{kind.values[0]}")
-        for kind, shape in chosen
-    ]
-    return pytest.mark.parametrize(("shape", "device"), parameters)
-
-
-@shapes_for(INTERPRETED_SHAPES, SHAPES)
+@pytest.mark.parametrize(("shape", "device"), CASES, ids=str)
 def test_against_the_specification(shape: tuple[int, int, int, int], device: str) -> None:
     x = batch_of(*shape, device=device, seed=sum(shape))
     assert_matches_reference(x)

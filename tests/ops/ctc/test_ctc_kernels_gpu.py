@@ -5,12 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ctc import (
-    Batch,
-    batch_of,
-    reduced_loss,
-    results,
-)
+from helpers.ctc import Batch, batch_of, reduced_loss, results
 from helpers.rows import KERNEL_DEVICES
 
 import partita
@@ -175,14 +170,7 @@ def test_another_number_of_steps_compiles_nothing(device: str) -> None:
         posterior_scan,
     )
 
-    modules = (
-        forward_scan,
-        gradient,
-        label_gradient,
-        loss,
-        normalize,
-        posterior_scan,
-    )
+    modules = (forward_scan, gradient, label_gradient, loss, normalize, posterior_scan)
     kernels = {
         name: k
         for module in modules

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.ctc import NEEDS_NUMBA
-from helpers.rows import kernel_devices
+from helpers.rows import KERNEL_DEVICES, kernel_devices
 from torch import Tensor
 
 import partita
@@ -200,29 +200,17 @@ def test_qualities_on_a_gpu(method: str, dtype: torch.dtype, bases: int, k: int)
         torch.testing.assert_close(a.cpu().to(c.dtype), c, rtol=2e-5, atol=2e-5, msg=name)
 
 
-PATHS = pytest.mark.parametrize(
-    ("bases", "k", "seed"), [(2, 2, 0), (4, 3, 1), (1, 1, 2), (3, 1, 3)]
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        *(pytest.param("triton", *device.values, marks=device.marks) for device in KERNEL_DEVICES),
+        pytest.param("numba", "cpu", marks=NEEDS_NUMBA),
+    ],
 )
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.interpreted
-@kernel_devices
-@PATHS
-def test_bases_of_paths(bases: int, k: int, seed: int, device: str) -> None:
+@pytest.mark.parametrize(("bases", "k", "seed"), [(2, 2, 0), (4, 3, 1), (1, 1, 2), (3, 1, 3)])
+def test_bases_of_paths(bases: int, k: int, seed: int, backend: str, device: str) -> None:
     """Ragged, empty, invalid and impossible sequences, and marginals in another order."""
-    same_calls(bases, k, seed, "triton", device)
-
-
-@pytest.mark.usefixtures("unchecked")
-@NEEDS_NUMBA
-@PATHS
-def test_bases_of_paths_in_numba(bases: int, k: int, seed: int) -> None:
-    same_calls(bases, k, seed, "numba", "cpu")
-
-
-def same_calls(bases: int, k: int, seed: int, backend: str, device: str) -> None:
-    """Compare the bases of the best paths with the reference."""
     scores, _ = batch(7, 5, bases, k, seed, 2.0)
     scores[2, 4] = -torch.inf
     lengths = torch.tensor([7, 3, 0, 8, 7])

@@ -1,5 +1,7 @@
 """The decoders' kernels against the reference, under the interpreter and on a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from helpers.decode import assert_same, batch
@@ -35,35 +37,32 @@ def test_beam_search(T: int, C: int, width: int, seed: int, device: str) -> None
     searched(device, x, lengths, beam_width=width, nbest=min(width, 3), **options)
 
 
+@pytest.fixture
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a beam of few candidates rank only those that can be among the best, as a wide one."""
+    monkeypatch.setattr(plan, "FEW_CANDIDATES", 16)
+    plan.beam_plan.cache_clear()
+    yield
+    plan.beam_plan.cache_clear()
+
+
+@pytest.mark.usefixtures("few_candidates")
 @pytest.mark.interpreted
 @kernel_devices
 @pytest.mark.parametrize("seed", [1, 4])
-def test_beam_search_with_a_threshold_of_candidates(
-    device: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wide beam ranks only the candidates that can be among the best; some are equal."""
-    monkeypatch.setattr(plan, "FEW_CANDIDATES", 16)
-    plan.beam_plan.cache_clear()
-    try:
-        x, lengths = batch(5, 1, 9, seed, round=seed == 1)
-        searched(device, x, lengths, beam_width=6, nbest=4, from_logits=True)
-    finally:
-        plan.beam_plan.cache_clear()
+def test_beam_search_with_a_threshold_of_candidates(device: str, seed: int) -> None:
+    """Some of the candidates are equal."""
+    x, lengths = batch(5, 1, 9, seed, round=seed == 1)
+    searched(device, x, lengths, beam_width=6, nbest=4, from_logits=True)
 
 
+@pytest.mark.usefixtures("few_candidates")
 @pytest.mark.interpreted
 @kernel_devices
-def test_a_threshold_between_scores_of_both_signs(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_threshold_between_scores_of_both_signs(device: str) -> None:
     """Scores need not be normalized. The difference of the bits of such scores can overflow."""
-    monkeypatch.setattr(plan, "FEW_CANDIDATES", 16)
-    plan.beam_plan.cache_clear()
-    try:
-        x, _ = batch(3, 1, 9, 0)
-        searched(device, 3 * x, torch.tensor([3]), beam_width=6, nbest=4)
-    finally:
-        plan.beam_plan.cache_clear()
+    x, _ = batch(3, 1, 9, 0)
+    searched(device, 3 * x, torch.tensor([3]), beam_width=6, nbest=4)
 
 
 @pytest.mark.interpreted

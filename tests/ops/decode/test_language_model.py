@@ -29,15 +29,20 @@ def model_of(ngrams: Ngrams, path: Path, seed: int | None = None) -> NgramLM:
 
 
 @pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.arpa"
+
+
+@pytest.fixture
 def trigrams(tmp_path: Path) -> NgramLM:
     return model_of(ngrams_of(SENTENCES, 3), tmp_path / "trigrams.arpa")
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
 @pytest.mark.parametrize("unknown", ["<unk>", "<UNK>", ""])
-def test_scores_are_those_of_the_definition(tmp_path: Path, order: int, unknown: str) -> None:
+def test_scores_are_those_of_the_definition(path: Path, order: int, unknown: str) -> None:
     ngrams = ngrams_of(SENTENCES, order, unknown=unknown)
-    model = model_of(ngrams, tmp_path / "model.arpa")
+    model = model_of(ngrams, path)
     for bos, eos in itertools.product([True, False], repeat=2):
         found = model.score(OTHERS, bos=bos, eos=eos)
         expected = [log10_score(ngrams, sentence, bos, eos) * LN10 for sentence in OTHERS]
@@ -46,9 +51,8 @@ def test_scores_are_those_of_the_definition(tmp_path: Path, order: int, unknown:
 
 @pytest.mark.parametrize("order", [2, 3, 5])  # kenlm reads no models of 1-grams alone
 @pytest.mark.parametrize("unknown", ["<unk>", "<UNK>", ""])
-def test_scores_are_those_of_kenlm(tmp_path: Path, order: int, unknown: str) -> None:
+def test_scores_are_those_of_kenlm(path: Path, order: int, unknown: str) -> None:
     kenlm = pytest.importorskip("kenlm", reason=KENLM)
-    path = tmp_path / "model.arpa"
     model = model_of(ngrams_of(SENTENCES, order, unknown=unknown), path)
     other = kenlm.Model(str(path))
     for sentence, (bos, eos) in itertools.product(OTHERS, [(True, True), (False, False)]):
@@ -89,8 +93,7 @@ def test_equal_futures_are_one_state(trigrams: NgramLM) -> None:
     assert len(after_two.unique()) < len(states) * len(words)
 
 
-def test_a_state_that_nothing_follows_is_shortened(tmp_path: Path) -> None:
-    path = tmp_path / "model.arpa"
+def test_a_state_that_nothing_follows_is_shortened(path: Path) -> None:
     lines = ["\\data\\", "ngram 1=4", "ngram 2=3", "ngram 3=1", "\\1-grams:", "-1 <s> -0.5"]
     lines += ["-1 </s>", "-1 a -0.25", "-1 b -0.25", "\\2-grams:", "-0.5 a b -0.125"]
     lines += ["-0.5 b a 0", "-0.5 a a", "\\3-grams:", "-0.25 a a b", "\\end\\"]
@@ -107,8 +110,7 @@ def test_a_state_that_nothing_follows_is_shortened(tmp_path: Path) -> None:
     assert after_aab[0, b] == after_ab[0, b]  # of the last two words
 
 
-def test_labels_are_the_columns(tmp_path: Path) -> None:
-    path = tmp_path / "model.arpa"
+def test_labels_are_the_columns(path: Path) -> None:
     whole = model_of(ngrams_of(SENTENCES, 3), path)
     model = NgramLM.from_arpa(path, labels=["", "w3", "w1", "w3"])
     states = whole.advance(whole.start(2))[1][:, 4]
@@ -145,14 +147,12 @@ def test_blocks_of_lines_are_joined(
     assert torch.equal(again.score(OTHERS), trigrams.score(OTHERS))
 
 
-def test_text_before_the_data_is_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "model.arpa"
+def test_text_before_the_data_is_skipped(path: Path) -> None:
     path.write_text(f"a model\nof two words\n\n{GOOD}".replace("\n", "\r\n"))
     assert NgramLM.from_arpa(path).words == ["<s>", "</s>", "hi", "<unk>"]
 
 
-def test_the_default_device_has_no_effect(tmp_path: Path) -> None:
-    path = tmp_path / "model.arpa"
+def test_the_default_device_has_no_effect(path: Path, tmp_path: Path) -> None:
     path.write_text(GOOD)
     expected = NgramLM.from_arpa(path).score("hi")
     with torch.device("meta"):
@@ -228,9 +228,8 @@ ngram 2=2
     ],
 )
 def test_a_malformed_file_is_refused(
-    tmp_path: Path, old: str, new: str, line: int, message: str
+    path: Path, old: str, new: str, line: int, message: str
 ) -> None:
-    path = tmp_path / "model.arpa"
     path.write_text(GOOD)
     NgramLM.from_arpa(path)
     assert GOOD.count(old) == 1
@@ -239,10 +238,9 @@ def test_a_malformed_file_is_refused(
         NgramLM.from_arpa(path)
 
 
-def test_a_context_that_is_no_ngram_is_refused(tmp_path: Path) -> None:
+def test_a_context_that_is_no_ngram_is_refused(path: Path) -> None:
     text = GOOD.replace("ngram 2=2\n", "ngram 2=2\nngram 3=2\n")
     text = text.replace("\\end", "\\3-grams:\n-1 <s> hi </s>\n-1 hi hi </s>\n\n\\end")
-    path = tmp_path / "model.arpa"
     path.write_text(text)
     with raises(
         f"ValueError: {re.escape(str(path))}: line 18: the context 'hi hi' is not among the 2-grams"
@@ -270,38 +268,31 @@ def test_another_format_is_refused(tmp_path: Path, content: bytes, message: str)
         NgramLM.from_arpa(path)
 
 
-def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.arpa"
+def test_text_that_is_not_utf8_is_refused(path: Path) -> None:
     path.write_bytes(GOOD.replace("hi", "hü").encode("latin-1"))
     with raises(f"ValueError: {re.escape(str(path))}: line 8: expected a word in UTF-8"):
         NgramLM.from_arpa(path)
 
 
-@pytest.mark.parametrize("kept", [12, 60, 100])
-def test_gzip_that_is_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "model.arpa.gz"
-    path.write_bytes(gzip.compress(GOOD.encode())[:kept])
-    with raises(rf"ValueError: {re.escape(str(path))}: line \d+: the gzip stream is broken"):
-        NgramLM.from_arpa(path)
+GZIP = gzip.compress(GOOD.encode())
+# Cut off after some bytes, or with a wrong checksum.
+BROKEN = (GZIP[:12], GZIP[:60], GZIP[:100], GZIP[:-6] + bytes([GZIP[-6] ^ 1]) + GZIP[-5:])
 
 
-def test_gzip_that_is_damaged_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", BROKEN, ids=["12", "60", "100", "checksum"])
+def test_gzip_that_is_broken_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.arpa.gz"
-    content = bytearray(gzip.compress(GOOD.encode()))
-    content[-6] ^= 1  # the checksum
     path.write_bytes(content)
     with raises(rf"ValueError: {re.escape(str(path))}: line \d+: the gzip stream is broken"):
         NgramLM.from_arpa(path)
 
 
-def test_a_probability_of_0_is_minus_infinity(tmp_path: Path) -> None:
-    path = tmp_path / "model.arpa"
+def test_a_probability_of_0_is_minus_infinity(path: Path) -> None:
     path.write_text(GOOD.replace("-3 <unk>", "-inf <unk>"))
     assert NgramLM.from_arpa(path).score("you") == -torch.inf
 
 
-def test_models_without_markers_of_sentences(tmp_path: Path) -> None:
-    path = tmp_path / "model.arpa"
+def test_models_without_markers_of_sentences(path: Path) -> None:
     path.write_text("\\data\\\nngram 1=1\n\\1-grams:\n-2 a\n\\end\\")
     model = NgramLM.from_arpa(path)
     assert model.words == ["a", "<unk>"]

@@ -243,54 +243,46 @@ def test_a_bad_chunk_is_that_of_its_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "call"),
+    ("error", "given"),
     {
-        "TypeError: calls: expected Basecalls or a list of them, got tuple": (tuple, 2, {}),
-        "TypeError: overlap: expected an int, got float": (None, 2.0, {}),
-        "ValueError: overlap: expected steps from 0 to 4, half of a chunk of 8": (None, 5, {}),
-        "ValueError: overlap: expected steps from 0 to 4": (None, -1, {}),
-        "TypeError: length: expected an int, got str": (None, 2, {"length": "8"}),
-        "ValueError: length: expected steps from 8 to 14 for 2 chunks": (None, 2, {"length": 15}),
-        "ValueError: length: expected steps from 8 to 14": (None, 2, {"length": 7}),
-        r"ValueError: calls: expected at least one chunk of each read, and 0 in all, got \[0\]": (
-            lambda calls: Basecalls(*(part[:0] for part in calls)),
-            2,
-            {},
-        ),
-        "ValueError: calls: expected at least one Basecalls, got an empty list": (
-            lambda calls: [],
-            2,
-            {},
-        ),
+        "TypeError: calls: expected Basecalls or a list of them, got tuple": {"calls": tuple},
+        "TypeError: overlap: expected an int, got float": {"overlap": 2.0},
+        "ValueError: overlap: expected steps from 0 to 4, half of a chunk of 8": {"overlap": 5},
+        "ValueError: overlap: expected steps from 0 to 4": {"overlap": -1},
+        "TypeError: length: expected an int, got str": {"length": "8"},
+        "ValueError: length: expected steps from 8 to 14 for 2 chunks": {"length": 15},
+        "ValueError: length: expected steps from 8 to 14": {"length": 7},
+        r"ValueError: calls: expected at least one chunk of each read, and 0 in all, got \[0\]": {
+            "calls": lambda calls: some(calls, 0, 0)
+        },
+        "ValueError: calls: expected at least one Basecalls, got an empty list": {
+            "calls": lambda calls: []
+        },
         r"ValueError: calls: expected .* with one T and one k for all chunks,"
-        r" got \[N, 7\] and \[N, 8\] and \[N, 8\] and \[N, 9\]": (
-            lambda calls: [calls, calls_of(7, (1, {2: 2}))],
-            2,
-            {},
-        ),
-        "TypeError: chunks: expected an int, got float": (None, 2, {"chunks": [1, 1.0]}),
-        "ValueError: chunks: expected at least one chunk of each read, and 2 in all": (
-            None,
-            2,
-            {"chunks": [2, 0]},
-        ),
-        "ValueError: chunks: expected at least one": (None, 2, {"chunks": [1, 2]}),
-        "ValueError: length: expected 2 of them, one a read, got 1": (
-            None,
-            2,
-            {"chunks": [1, 1], "length": 8},
-        ),
-        "ValueError: length: expected steps from 0 to 8 for 1 chunks": (
-            None,
-            2,
-            {"chunks": [1, 1], "length": [8, 9]},
-        ),
+        r" got \[N, 7\] and \[N, 8\] and \[N, 8\] and \[N, 9\]": {
+            "calls": lambda calls: [calls, calls_of(7, (1, {2: 2}))]
+        },
+        "TypeError: chunks: expected an int, got float": {"chunks": [1, 1.0]},
+        "ValueError: chunks: expected at least one chunk of each read, and 2 in all": {
+            "chunks": [2, 0]
+        },
+        "ValueError: chunks: expected at least one": {"chunks": [1, 2]},
+        "ValueError: length: expected 2 of them, one a read, got 1": {
+            "chunks": [1, 1],
+            "length": 8,
+        },
+        "ValueError: length: expected steps from 0 to 8 for 1 chunks": {
+            "chunks": [1, 1],
+            "length": [8, 9],
+        },
     }.items(),
 )
-def test_errors_name_the_argument(error: str, call: tuple[Any, Any, dict[str, Any]]) -> None:
-    calls, (change, overlap, options) = calls_of(8, (1, {2: 2}), (2, {})), call
+def test_errors_name_the_argument(error: str, given: dict[str, Any]) -> None:
+    """The entry `calls` says what is given instead of two chunks."""
+    calls, options = calls_of(8, (1, {2: 2}), (2, {})), {"overlap": 2, **given}
+    change = options.pop("calls", lambda calls: calls)
     with raises(error):
-        stitch(change(calls) if change else calls, overlap, **options)
+        stitch(change(calls), **options)
 
 
 @pytest.mark.gpu

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.ngrams import corpus, model_of
 from helpers.transducers import (
+    LABELS,
+    TDT,
     Cached,
     Recurrent,
     Stateless,
@@ -18,14 +19,6 @@ from helpers.transducers import (
 )
 
 from partita import NgramLM, PhraseBoost, rnnt_beam_search
-
-LABELS = ["-", "w1", "w2", "w3", "w4", "w5"]
-TDT = (0, 1, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def model() -> NgramLM:
-    return model_of(corpus(200, words=6), 3, labels=LABELS)
 
 
 def texts(found: Any, b: int) -> list[tuple[int, ...]]:
@@ -106,19 +99,6 @@ def test_scores_over_lengths() -> None:
     assert texts(found, 0) != texts(plain, 0)
 
 
-def test_two_runs_give_the_same_bits_and_neighbours_do_not_matter() -> None:
-    network = transducer(durations=TDT, seed=3)
-    found, again = (network.search(rnnt_beam_search, beam_width=4, nbest=4) for _ in range(2))
-    for a, b in zip(found[:-1], again[:-1], strict=True):
-        assert torch.equal(a, b)
-    poisoned = network.encoder.clone()
-    poisoned[0] = torch.nan
-    other = network._replace(encoder=poisoned).search(rnnt_beam_search, beam_width=4, nbest=4)
-    assert other.scores[0, 0].isnan()
-    for a, b in zip(found[:-1], other[:-1], strict=True):
-        assert torch.equal(a[1:], b[1:])
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_nan_in_some_frames_stays_in_its_sequence(seed: int) -> None:
     """Labels that may not follow are no better beside NaN."""
@@ -131,33 +111,12 @@ def test_nan_in_some_frames_stays_in_its_sequence(seed: int) -> None:
         assert torch.equal(a[1:], b[1:])
 
 
-def test_without_frames_there_are_no_tokens() -> None:
-    network = transducer(lengths=(0, 0, 3))
-    found = network.search(rnnt_beam_search, nbest=2)
-    assert found.lengths[:2].tolist() == [[0, 0]] * 2
-    assert found.scores[:2].tolist() == [[0.0, -torch.inf]] * 2
-    none = network._replace(encoder=network.encoder[:, :0], lengths=[0, 0, 0])
-    assert none.search(rnnt_beam_search, nbest=2).scores.tolist() == [[0.0, -torch.inf]] * 3
-    nobody = network._replace(encoder=network.encoder[:0], lengths=[])
-    assert nobody.search(rnnt_beam_search, nbest=2).tokens.shape == (0, 2, 10)
-
-
 def test_frames_that_no_durations_add_up_to_have_no_hypothesis() -> None:
     network = transducer(lengths=(4, 3), durations=(2,))
     found = network.search(rnnt_beam_search)
     assert found.scores[0, 0] > -torch.inf
     assert found.scores[1, 0] == -torch.inf
     assert found.lengths[1, 0] == 0
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_an_invalid_length_has_no_tokens() -> None:
-    network = transducer(lengths=(5, 5, 5))
-    found = network.search(rnnt_beam_search)
-    wrong = network._replace(lengths=[5, 6, -1]).search(rnnt_beam_search)
-    assert wrong.lengths[1:].tolist() == [[0], [0]]
-    assert wrong.scores.isnan().tolist() == [[False], [True], [True]]
-    assert torch.equal(wrong.tokens[0], found.tokens[0])
 
 
 def test_wrong_arguments_are_named(model: NgramLM) -> None:
@@ -171,23 +130,3 @@ def test_wrong_arguments_are_named(model: NgramLM) -> None:
     ):
         with raises(message):
             search(rnnt_beam_search, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("durations", [None, TDT])
-def test_a_gpu_finds_the_same(durations: tuple[int, ...] | None, model: NgramLM) -> None:
-    boost = PhraseBoost([["w1", "w2"], ["w3"]], LABELS, 2.0)
-    for seed in range(4):
-        network = transducer(durations=durations, seed=seed, dtype=torch.float64)
-        options = {"beam_width": 4, "nbest": 4}
-        expected = network.search(rnnt_beam_search, language_model=model, boost=boost, **options)
-        moved = network._replace(
-            predict=network.predict.cuda(),
-            join=network.join.cuda(),
-            encoder=network.encoder.cuda(),
-        )
-        options |= {"language_model": model.to("cuda"), "boost": [boost] * 4}
-        found = moved.search(rnnt_beam_search, **options)
-        for name in ("tokens", "lengths", "steps", "durations"):
-            assert torch.equal(getattr(found, name).cpu(), getattr(expected, name))
-        torch.testing.assert_close(found.scores.cpu(), expected.scores)

@@ -7,14 +7,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from helpers.rows import kernel_devices
-from helpers.transducers import Cached, Recurrent, Stateless, Transducer, moved, transducer
+from helpers.transducers import (
+    TDT,
+    Cached,
+    Recurrent,
+    Stateless,
+    Transducer,
+    chunks_of,
+    moved,
+    transducer,
+)
 from torch import Tensor
 
 import partita
 from partita import rnnt_beam_search, rnnt_greedy_search
 from partita.ops.decode import transducer_rounds
-
-TDT = (0, 1, 2, 4)
 
 
 class Shifted(Stateless):
@@ -96,13 +103,10 @@ def test_chunks(device: str) -> None:
     network = transducer(Recurrent, (9, 6), TDT, dtype=torch.float64)
     whole = compare(network, rnnt_greedy_search, device, max_tokens=30)
     network, tokens, state = moved(network, device), [], None
-    for first, part in zip((0, 4), network.encoder.split([4, 5], 1), strict=True):
+    for part in chunks_of(network, [4]):
         before = None if state is None else state.output.clone()
-        lengths = [min(max(T - first, 0), part.shape[1]) for T in network.lengths]
         with partita.backend("triton"):
-            found = network._replace(encoder=part, lengths=lengths).search(
-                rnnt_greedy_search, state=state, max_tokens=30
-            )
+            found = part.search(rnnt_greedy_search, state=state, max_tokens=30)
         if state is not None:
             assert torch.equal(state.output, before)  # that of the user stays as it is
         state = found.state
@@ -124,20 +128,6 @@ def test_beam_search_over_few_classes(device: str) -> None:
     """The beam is wider than there are labels, and blanks complete hypotheses of one frame."""
     network = transducer(Recurrent, (3, 1), classes=3, dtype=torch.float64)
     compare(network, rnnt_beam_search, device, beam_width=5, nbest=5, max_tokens=3)
-
-
-def test_a_state_that_changes_its_shape_is_refused() -> None:
-    network = transducer(Stateless)
-
-    class Growing(Stateless):
-        def forward(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-            past = tokens[:, None] if state is None else torch.cat([state, tokens[:, None]], 1)
-            return super().forward(tokens, None)[0], past
-
-    growing = network._replace(predict=Growing(6, 8))
-    for function in (rnnt_greedy_search, rnnt_beam_search):
-        with pytest.raises(ValueError, match=r"^predict: expected a state whose tensors keep"):
-            growing.search(function)
 
 
 @pytest.mark.gpu

@@ -85,6 +85,19 @@ def padded(values: list[float], device: str) -> Tensor:
     return torch.tensor([*values, *[0.0] * (BLOCK - len(values))], dtype=torch.float64).to(device)
 
 
+def arcs_of(
+    tokens: list[float], durations: list[float], precise: bool, device: str
+) -> tuple[Tensor, Tensor]:
+    """Return which arcs are NaN, and the significands and exponents of their words."""
+    scores = torch.cat([padded(tokens, device), padded(durations, device)])
+    words = torch.zeros(BLOCK, dtype=torch.int64, device=device)
+    is_nan = torch.zeros(BLOCK, dtype=torch.int32, device=device)
+    parts = torch.zeros(2, BLOCK, dtype=torch.float64, device=device)
+    arcs_kernel[(1,)](scores, words, is_nan, parts, BLOCK=BLOCK, PRECISE=precise)
+    assert (words >> 32 != 0).all()
+    return is_nan, parts
+
+
 @pytest.mark.interpreted
 @kernel_devices
 @pytest.mark.parametrize(("precise", "bits"), [(False, 33), (True, 41)])
@@ -96,14 +109,9 @@ def test_words_of_arcs(precise: bool, bits: int, device: str) -> None:
     tokens += [-1e5 * x for x in torch.rand(40, generator=g, dtype=torch.float64).tolist()]
     durations = [0.0, -1e4, -0.5, -1e-12, 0.0, -1.0, least, least, 0.0]
     durations += [-3 * x for x in torch.rand(40, generator=g, dtype=torch.float64).tolist()]
-    scores = torch.cat([padded(tokens, device), padded(durations, device)])
-    words = torch.zeros(BLOCK, dtype=torch.int64, device=device)
-    is_nan = torch.zeros(BLOCK, dtype=torch.int32, device=device)
-    parts = torch.zeros(2 * BLOCK, dtype=torch.float64, device=device)
-    arcs_kernel[(1,)](scores, words, is_nan, parts, BLOCK=BLOCK, PRECISE=precise)
-    assert not is_nan.any() and (words >> 32 != 0).all()
-    significands, exponents = parts.view(2, BLOCK).tolist()
-    for token, duration, m, e in zip(tokens, durations, significands, exponents, strict=False):
+    is_nan, parts = arcs_of(tokens, durations, precise, device)
+    assert not is_nan.any()
+    for token, duration, m, e in zip(tokens, durations, *parts.tolist(), strict=False):
         assert 1 <= m < 2
         exact = Fraction(token) + Fraction(duration)  # whose integer part has no rounding error
         power = round(exact)
@@ -116,17 +124,12 @@ def test_words_of_arcs(precise: bool, bits: int, device: str) -> None:
 @pytest.mark.parametrize("precise", [False, True])
 def test_words_of_impossible_arcs_and_of_nan(precise: bool, device: str) -> None:
     least = LEAST_SCORE.value
-    scores = [-math.inf, 0.0, least - 1, 0.0, -math.inf, -1e300, math.nan, 0.0, math.nan]
-    others = [0.0, -math.inf, 0.0, least - 1, -math.inf, -1e300, 0.0, math.nan, -math.inf]
-    inputs = torch.cat([padded(scores, device), padded(others, device)])
-    words = torch.zeros(BLOCK, dtype=torch.int64, device=device)
-    is_nan = torch.zeros(BLOCK, dtype=torch.int32, device=device)
-    parts = torch.zeros(2 * BLOCK, dtype=torch.float64, device=device)
-    arcs_kernel[(1,)](inputs, words, is_nan, parts, BLOCK=BLOCK, PRECISE=precise)
+    tokens = [-math.inf, 0.0, least - 1, 0.0, -math.inf, -1e300, math.nan, 0.0, math.nan]
+    durations = [0.0, -math.inf, 0.0, least - 1, -math.inf, -1e300, 0.0, math.nan, -math.inf]
+    is_nan, (_, exponents) = arcs_of(tokens, durations, precise, device)
     assert is_nan.tolist()[:10] == [0] * 6 + [1] * 3 + [0]
-    assert (words >> 32 != 0).all()
     # Such an exponent is below that of any product of an arc and a state.
-    assert (parts[BLOCK : BLOCK + 6] < -(2**29)).all()
+    assert (exponents[:6] < -(2**29)).all()
 
 
 @pytest.mark.interpreted

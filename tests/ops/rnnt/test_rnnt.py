@@ -9,10 +9,10 @@ from helpers.rnnt import (
     DURATIONS,
     all_paths,
     hat_log_probs,
+    losses_of_paths,
     rnnt_arcs,
     sample,
     tdt_arcs,
-    total,
 )
 from torch import Tensor
 
@@ -21,12 +21,10 @@ import partita
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def rnnt_paths(x: Tensor, targets: Tensor, steps: Tensor, labels: Tensor, blank: int) -> list[Any]:
-    """Return the paths of each sequence from log-probabilities."""
-    return [
-        all_paths(rnnt_arcs(x[b], targets[b], blank), int(steps[b]), int(labels[b]))
-        for b in range(len(x))
-    ]
+def rnnt_losses(x: Tensor, targets: Tensor, steps: Tensor, labels: Tensor) -> Tensor:
+    """Return the losses of log-probabilities, in which class 0 is the blank."""
+    arcs = [rnnt_arcs(each, target, 0) for each, target in zip(x, targets, strict=True)]
+    return losses_of_paths(arcs, steps, labels)
 
 
 @backends
@@ -43,7 +41,7 @@ def test_rnnt_against_all_paths(options: str, backend: str) -> None:
         delay = (sequences[1][:, None] - 1).double() / 2 - t
         is_label = torch.arange(x.shape[3]) > 0
         scores = scores + 0.3 * delay[:, :, None, None] * is_label
-    expected = torch.stack([total(paths) for paths in rnnt_paths(scores, *sequences, 0)])
+    expected = rnnt_losses(scores, *sequences)
     kwargs: dict[str, Any] = {
         "fused_log_softmax": options != "log_probs",
         "hat": options == "hat",
@@ -62,20 +60,10 @@ def test_rnnt_against_all_paths(options: str, backend: str) -> None:
 def test_tdt_against_all_paths(sigma: float, backend: str) -> None:
     tokens, durations, *sequences = sample()
     x, y = tokens.requires_grad_(), durations.requires_grad_()
-    targets, steps, labels = sequences
-    log_tokens, log_durations = x.log_softmax(-1) - sigma, y.log_softmax(-1)
-    expected = torch.stack(
-        [
-            total(
-                all_paths(
-                    tdt_arcs(log_tokens[b], log_durations[b], targets[b], 0),
-                    int(steps[b]),
-                    int(labels[b]),
-                )
-            )
-            for b in range(len(x))
-        ]
-    )
+    targets, *lengths = sequences
+    log_probs = x.log_softmax(-1) - sigma, y.log_softmax(-1)
+    arcs = [tdt_arcs(*each, 0) for each in zip(*log_probs, targets, strict=True)]
+    expected = losses_of_paths(arcs, *lengths)
     upstream = torch.arange(1.0, 5).double()
     with partita.backend(backend):
         losses = partita.tdt_loss(x, y, *sequences, 0, DURATIONS, sigma, "none")
@@ -145,20 +133,18 @@ def test_the_meaning_of_torchaudio(backend: str) -> None:
 def test_reductions(backend: str) -> None:
     tokens, durations, *sequences = sample()
     labels = sequences[2]
+
+    def rnnt(reduction: str) -> Tensor:
+        return partita.rnnt_loss(tokens, *sequences, 0, reduction=reduction)
+
+    def tdt(reduction: str) -> Tensor:
+        inputs = (tokens, durations, *sequences, 0, DURATIONS)
+        return partita.tdt_loss(*inputs, reduction=reduction)
+
     with partita.backend(backend):
-        rnnt = partita.rnnt_loss(tokens, *sequences, 0, reduction="none")
-        tdt = partita.tdt_loss(tokens, durations, *sequences, 0, DURATIONS, reduction="none")
-        for losses, mean, loss in (
-            (rnnt, rnnt.mean(), lambda r: partita.rnnt_loss(tokens, *sequences, 0, reduction=r)),
-            (
-                tdt,
-                (tdt / labels.clamp(min=1)).mean(),
-                lambda r: partita.tdt_loss(
-                    tokens, durations, *sequences, 0, DURATIONS, reduction=r
-                ),
-            ),
-        ):
-            torch.testing.assert_close(loss("mean"), mean)
+        for loss, lengths in ((rnnt, 1), (tdt, labels.clamp(min=1))):
+            losses = loss("none")
+            torch.testing.assert_close(loss("mean"), (losses / lengths).mean())
             torch.testing.assert_close(loss("mean_batch"), losses.mean())
             torch.testing.assert_close(loss("mean_volume"), losses.sum() / labels.sum())
             torch.testing.assert_close(loss("sum"), losses.sum())
@@ -188,9 +174,8 @@ def test_clamp_and_fastemit_change_the_gradient_alone(fused: bool, backend: str)
     # The gradient is linear in the scores of the labels' arcs, of which each node has one.
     log_probs = x.log_softmax(-1) if fused else x
     scale = torch.ones_like(x.detach()).requires_grad_()
-    paths = rnnt_paths(log_probs * scale, *sequences, 0)
-    total_loss = sum(total(each) * g for each, g in zip(paths, upstream, strict=True))
-    (of_arcs,) = torch.autograd.grad(total_loss, scale, retain_graph=True)
+    total = (rnnt_losses(log_probs * scale, *sequences) * upstream).sum()
+    (of_arcs,) = torch.autograd.grad(total, scale, retain_graph=True)
     of_labels = of_arcs / log_probs.detach() * 0.5
     of_labels[..., 0] = 0
     (extra,) = torch.autograd.grad(log_probs, x, of_labels)

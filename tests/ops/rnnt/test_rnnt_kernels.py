@@ -10,7 +10,6 @@ from torch import Tensor
 
 import partita
 from partita.ops.rnnt.autograd import linear_rnnt
-from partita.ops.rnnt.common import NodeInputs, NodeOptions
 from partita.ops.rnnt.gpu.plan import MARGIN, lattice_plan, row_tile
 from partita.testing import poisoned_memory
 
@@ -53,7 +52,7 @@ def batch_of(
 def rnnt(x: Batch, backend: str, blank: int, **options: Any) -> list[Tensor]:
     """Return the losses of RNN-T and their gradient in the tokens."""
     tokens = x.tokens.detach().requires_grad_()
-    with partita.backend(backend):
+    with partita.backend(backend), poisoned_memory():
         losses = partita.rnnt_loss(tokens, *x[2:], blank, reduction="none", **options)
         upstream = torch.arange(len(losses), device=losses.device) + 1.0
         return [losses, *torch.autograd.grad(losses, tokens, upstream.to(losses.dtype))]
@@ -62,7 +61,7 @@ def rnnt(x: Batch, backend: str, blank: int, **options: Any) -> list[Tensor]:
 def tdt(x: Batch, backend: str, durations: list[int]) -> list[Tensor]:
     """Return the losses of a TDT and their gradients in tokens and durations."""
     inputs = [each.detach().requires_grad_() for each in x[:2]]
-    with partita.backend(backend):
+    with partita.backend(backend), poisoned_memory():
         losses = partita.tdt_loss(*inputs, *x[2:], 0, durations, 0.05, reduction="none")
         upstream = torch.arange(len(losses), device=losses.device) + 1.0
         return [losses, *torch.autograd.grad(losses, inputs, upstream.to(losses.dtype))]
@@ -167,10 +166,11 @@ def test_losses_of_nodes_whose_logits_are_all_far_from_zero(value: float, device
         ([0, 1, 2, 3, 4], torch.float64),
         ([1], torch.float64),
         ([2, 1], torch.float64),
+        ([0, 1], torch.float32),  # the rows before a kind of arcs do not count, as for blanks of 0
     ],
 )
 def test_losses_and_gradients_of_tdt(durations: list[int], dtype: torch.dtype, device: str) -> None:
-    shape = (1, 4, 33, 6) if durations == [1, 0] else (2, 5, 3, 6)
+    shape = {(1, 0): (1, 4, 33, 6), (0, 1): (2, 2, 1, 4)}.get(tuple(durations), (2, 5, 3, 6))
     x = batch_of(shape, device, dtype, K=len(durations))
     expected = tdt(x, "reference", durations)
     found = tdt(x, "triton", durations)
@@ -254,17 +254,6 @@ def test_equal_paths_are_chosen_as_by_the_reference(device: str) -> None:
             with partita.backend(backend):
                 steps.append(partita.tdt_align(*x, 0, durations).steps)
         assert torch.equal(*steps)
-
-
-@kernel_devices
-def test_a_scan_reads_no_memory_that_is_not_written(device: str) -> None:
-    """The rows before a kind of arcs do not count, also after a blank of duration 0."""
-    x = batch_of((2, 2, 1, 4), device, K=2)
-    expected = tdt(x, "reference", [0, 1])
-    with poisoned_memory():
-        found = tdt(x, "triton", [0, 1])
-    assert expected[0].isfinite().all()
-    assert_all_close(found, expected, torch.float32)
 
 
 @kernel_devices
@@ -382,23 +371,6 @@ def test_the_rows_of_a_chunk_cover_the_last_block_of_both_scans() -> None:
         plan = lattice_plan(2, T, 33)
         assert plan.num_chunks == 2 and plan.rows % 8 == 0 and plan.rows >= T + 32
         assert plan.nodes == 2 * 2 * plan.rows * 32 + MARGIN and T <= plan.carry_steps <= plan.rows
-
-
-@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-def test_long_sequences_agree_with_fp64(device: str) -> None:
-    """Posteriors of fp32 logits stay within 2e-6 of fp64 for 4,000 steps and 1,000 labels."""
-    from partita.ops.rnnt.gpu.launch import rnnt_forward
-
-    g = torch.Generator(device=device).manual_seed(0)
-    logits = 2 * torch.randn(1, 4000, 1001, 8, generator=g, device=device)
-    targets = torch.randint(1, 8, (1, 1000), generator=g, device=device)
-    lengths = (torch.tensor([4000], device=device), torch.tensor([1000], device=device))
-    x = NodeInputs(logits, None, targets, *lengths)
-    options = NodeOptions(0, [], True, False, 0.0, 0.0)
-    nll, _, _, posteriors = rnnt_forward(x, options, True)
-    exact, _, _, expected = rnnt_forward(x._replace(logits=logits.double()), options, True)
-    assert (posteriors - expected).abs().max() < 2e-6
-    torch.testing.assert_close(nll.double(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
