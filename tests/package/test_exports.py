@@ -33,12 +33,6 @@ def test_all_is_sorted_and_there(module: ModuleType) -> None:
     assert dir(module) == sorted(dir(module))
 
 
-def test_star_import_brings_all() -> None:
-    namespace: dict[str, Any] = {}
-    exec("from partita import *", namespace)
-    assert set(partita.__all__) <= namespace.keys()
-
-
 def records() -> dict[str, Any]:
     """Return an instance of each public class that functions return."""
     plans = (
