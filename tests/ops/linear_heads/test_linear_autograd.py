@@ -32,7 +32,7 @@ def test_frozen_parts(wanted: tuple[bool, ...], plan: str, device: str) -> None:
 @pytest.mark.usefixtures("unchecked", "fresh_dynamo")
 @devices
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["fast", "lean"])  # the catalogue has small calls
 def test_compile(plan: str, reduction: str, device: str) -> None:
     x = batch_of(bias=True, device=device)
     f = lambda x: ours(x, budgets(x)[plan], reduction=reduction, label_smoothing=0.1)  # noqa: E731
