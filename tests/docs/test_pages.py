@@ -24,6 +24,7 @@ from partita.__main__ import main
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 # The docstrings of the reference have their code, which runs as doctests.
 WITHOUT_CODE = {*REFERENCE, *(DOCS / f"{name}.md" for name in ("benchmarks", "gallery", "index"))}
@@ -42,7 +43,7 @@ def test_code_of_the_pages_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for the files that the code writes
-    blocks = CODE.findall(page.read_text(encoding="utf-8"))
+    blocks = CODE.findall(TEXTS[page])
     assert blocks
     namespace: dict[str, object] = {}
     if importlib.util.find_spec("transformers") is None:
@@ -59,30 +60,26 @@ def test_code_of_the_pages_runs(
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=named)
 def test_a_tutorial_ends_in_a_short_script(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    [(script, _)] = CODE.findall(text.partition("\n## The whole script\n")[2])
+    [(script, _)] = CODE.findall(TEXTS[page].partition("\n## The whole script\n")[2])
     assert len(script.splitlines()) <= 40
 
 
 def test_the_table_of_fused_models_is_what_the_tests_try() -> None:
-    rows = re.findall(
-        r"^\| (served|`fuse` refuses|refused at the first step) \| (.*) \|$",
-        (DOCS / "transformers.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    found = {kind: re.sub(r"`", "", text) for kind, text in rows}
-    refused = {
-        at_step: "; ".join(
+    row = r"^\| (served|`fuse` refuses|refused at the first step) \| (.*) \|$"
+    rows = re.findall(row, TEXTS[DOCS / "transformers.md"], re.MULTILINE)
+    served = ", ".join(case.model for case in configurations.SERVED)
+    at_once, at_step = (
+        "; ".join(
             f"{case.model} ({case.reason})"
             for case in configurations.REFUSED
             if case.at_step is at_step
         )
         for at_step in (False, True)
-    }
-    assert found == {
-        "served": ", ".join(case.model for case in configurations.SERVED),
-        "`fuse` refuses": refused[False],
-        "refused at the first step": refused[True],
+    )
+    assert {kind: text.replace("`", "") for kind, text in rows} == {
+        "served": served,
+        "`fuse` refuses": at_once,
+        "refused at the first step": at_step,
     }
 
 
@@ -93,12 +90,10 @@ def added(block: str) -> list[ast.AST]:
     return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```diff\n" in page.read_text(encoding="utf-8")], ids=named
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if "```diff\n" in TEXTS[page]], ids=named)
 def test_what_a_diff_adds_exists_and_takes_these_arguments(page: Path) -> None:
     """A diff has names of its reader's program, so it does not run; but its calls are bound."""
-    blocks = re.findall(r"```diff\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```diff\n(.*?)```", TEXTS[page], re.DOTALL)
     known: dict[str, Any] = {"partita": partita}
     for node in (node for block in blocks for node in added(block)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("partita"):
@@ -122,7 +117,7 @@ def test_commands_of_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `partita` command is parsed, scripts have the options, and make has the targets."""
     for module in ("bench.cli", "bench.report_cli", "cli.check", "cli.info", "cli.warm"):
         monkeypatch.setattr(f"partita.{module}.main", lambda args: 0)
-    texts = [page.read_text(encoding="utf-8") for page in (*PAGES, ROOT / "CONTRIBUTING.md")]
+    texts = [*TEXTS.values(), (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")]
     blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
     lines = [line for block in blocks for line in block.splitlines()]
     commands = [shlex.split(line, comments=True) for line in lines]
@@ -145,8 +140,8 @@ def test_code_of_the_pages_is_narrow() -> None:
     """Blocks of 88 columns fit beside the navigation of the site."""
     too_long = [
         (named(page), line)
-        for page in PAGES
-        for block in re.findall(r"```\w+\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        for page, text in TEXTS.items()
+        for block in re.findall(r"```\w+\n(.*?)```", text, re.DOTALL)
         for line in block.splitlines()
         if len(line) > 88
     ]
@@ -155,7 +150,7 @@ def test_code_of_the_pages_is_narrow() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", TEXTS[page])
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
@@ -164,13 +159,12 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
     # docs/hooks.py makes these of the files of their names.
     made = {"architecture.md", "contributing.md", "changelog.md"}
-    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES[1:]}
     assert sorted(listed) == sorted(pages | made)
 
 
 def test_the_reference_has_every_public_name() -> None:
-    texts = [page.read_text(encoding="utf-8") for page in REFERENCE]
-    shown = [resolve_name(path) for text in texts for path in DIRECTIVE.findall(text)]
+    shown = [resolve_name(path) for page in REFERENCE for path in DIRECTIVE.findall(TEXTS[page])]
     for module in map(importlib.import_module, MODULES):
         for name in names_of(module):
             assert any(getattr(module, name) is value for value in shown), (module, name)
@@ -180,7 +174,7 @@ def test_the_page_of_the_command_has_every_command() -> None:
     with contextlib.redirect_stdout(io.StringIO()) as help, contextlib.suppress(SystemExit):
         main(["--help"])
     commands = re.findall(r"\{([a-z,]+)\}", help.getvalue())[0].split(",")
-    page = (DOCS / "reference/command.md").read_text(encoding="utf-8")
+    page = TEXTS[DOCS / "reference/command.md"]
     assert re.findall(r"^\$ partita (\w+) --help$", page, re.MULTILINE) == commands
 
 
