@@ -1,5 +1,6 @@
 """Batches of transducers, and the sum over all of their paths one by one."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,39 @@ def sample(
     durations = torch.randn(B, T, U + 1, len(DURATIONS), generator=g, dtype=torch.float64)
     targets = torch.randint(1, V, (B, U), generator=g)
     return tokens, durations.to(dtype), targets, torch.tensor(STEPS), torch.tensor(LABELS)
+
+
+class Lattices(NamedTuple):
+    """Logits of tokens `[B, T, U + 1, V]` and of durations, targets, steps and labels."""
+
+    tokens: Tensor
+    durations: Tensor
+    targets: Tensor
+    steps: Tensor
+    labels: Tensor
+
+
+def lattices(
+    shape: tuple[int, int, int, int],
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    blank: int = 0,
+    K: int = 3,
+) -> Lattices:
+    """Return a ragged batch of shape `[B, T, U, V]`, with NaN beyond the lengths."""
+    B, T, U, V = shape
+    g = torch.Generator().manual_seed(0)
+    tokens = 2 * torch.randn(B, T, U + 1, V, generator=g, dtype=torch.float64)
+    durations = torch.randn(B, T, U + 1, K, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, max(V - 1, 1), (B, U), generator=g)
+    steps, lengths = torch.randint(1, T + 1, (B,), generator=g), torch.arange(B) % (U + 1)
+    steps[0], lengths[0] = T, U
+    for b in range(B):
+        for x in (tokens, durations):
+            x[b, steps[b] :], x[b, :, lengths[b] + 1 :] = math.nan, math.nan
+    targets = labels + (labels >= blank)
+    inputs = (tokens.to(dtype), durations.to(dtype), targets, steps, lengths)
+    return Lattices(*(each.to(device) for each in inputs))
 
 
 class Path(NamedTuple):

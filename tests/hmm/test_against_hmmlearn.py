@@ -63,6 +63,11 @@ CASES = {
     ),
     "poisson": ("PoissonHMM", COUNTS, POISSON, {}),
 }
+# A fit without priors ends by its tolerance; the log-likelihood of others may fall.
+FITS = [
+    *((case, 1, NEVER) for case in CASES),
+    *((case, 20, NEVER) if "prior" in case else (case, 60, 1e-2) for case in CASES),
+]
 
 
 def both(case: str, **options: Any) -> tuple[Any, Any, Any]:
@@ -87,10 +92,8 @@ def parameters(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:the model does not converge")
-@pytest.mark.parametrize("iterations", [1, 60])
-@pytest.mark.parametrize("case", CASES)
-def test_iterations_are_those_of_hmmlearn(case: str, iterations: int) -> None:
-    tol = 1e-2 if iterations == 60 and "prior" not in case else NEVER
+@pytest.mark.parametrize(("case", "iterations", "tol"), FITS)
+def test_iterations_are_those_of_hmmlearn(case: str, iterations: int, tol: float) -> None:
     other, ours, X = both(case, n_iter=iterations, tol=tol)
     other.fit(X, LENGTHS), ours.fit(X, LENGTHS)
     assert ours.monitor_.iter == other.monitor_.iter
@@ -100,7 +103,7 @@ def test_iterations_are_those_of_hmmlearn(case: str, iterations: int) -> None:
     assert set(parameters(ours)) == set(expected)
     for name, value in parameters(ours).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-9, err_msg=name)
-    if iterations == 60:
+    if iterations > 1:
         assert (ours.startprob_[2], ours.transmat_[0, 2]) == (0, 0)
 
 

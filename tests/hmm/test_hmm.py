@@ -231,7 +231,7 @@ def test_restarts_are_the_same_together_and_one_by_one(kind: str, monkeypatch: A
     found = []
     for most in (0, 2**30):
         monkeypatch.setattr(base, "MOST_TOGETHER", {"cpu": most})
-        found.append(fresh(kind, n_init=5, n_iter=40, tol=1e-3).fit(X, lengths))
+        found.append(fresh(kind, n_init=3, n_iter=40, tol=1e-3).fit(X, lengths))
     one, together = found
     np.testing.assert_allclose(one.monitor_.history, together.monitor_.history, rtol=1e-8)
     for name in one._letters.values():

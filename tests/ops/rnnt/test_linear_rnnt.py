@@ -161,8 +161,10 @@ def test_chunks_are_those_of_the_plan() -> None:
         partita.linear_rnnt_plan(4, 4, 2, D, 5, torch.int64)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["rnnt", "tdt"])
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("rnnt", "tanh"), ("rnnt", "sigmoid"), ("tdt", "tanh"), ("tdt", "relu")],
+)
 def test_batch_invariant_products_have_blocks(
     name: str, activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

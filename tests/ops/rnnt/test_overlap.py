@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.rnnt import lattices
 from helpers.rows import KERNEL_DEVICES, assert_same_bits, kernel_devices
 from torch import Tensor
 
@@ -67,18 +68,8 @@ def batch_of(
     durations: int = len(DURATIONS),
 ) -> Batch:
     """Return a ragged batch with NaN beyond the lengths; class 0 is the blank."""
-    B, T, U, V = shape
-    g = torch.Generator().manual_seed(0)
-    widths = (V,) if kind == "rnnt" else (V, durations)
-    logits = [2 * torch.randn(B, T, U + 1, width, generator=g) for width in widths]
-    targets = torch.randint(1, max(V, 2), (B, U), generator=g)
-    steps, labels = torch.randint(1, T + 1, (B,), generator=g), torch.arange(B) % (U + 1)
-    steps[0], labels[0] = T, U
-    for b in range(B):
-        for each in logits:
-            each[b, steps[b] :], each[b, :, labels[b] + 1 :] = torch.nan, torch.nan
-    on_device = [each.to(device, dtype) for each in logits]
-    return Batch(on_device, targets.to(device), steps.to(device), labels.to(device))
+    tokens, of_durations, *rest = lattices(shape, device, dtype, K=durations)
+    return Batch([tokens] if kind == "rnnt" else [tokens, of_durations], *rest)
 
 
 def losses_of(logits: list[Tensor], x: Batch, durations: Any = DURATIONS, **options: Any) -> Tensor:

@@ -1,10 +1,11 @@
 """The kernels of transducers against the reference, under the interpreter and on a GPU."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from helpers.rnnt import Lattices, lattices
 from helpers.rows import KERNEL_DEVICES, kernel_devices
 from torch import Tensor
 
@@ -16,40 +17,7 @@ from partita.testing import poisoned_memory
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-6, torch.float64: 1e-7}
 
 
-class Batch(NamedTuple):
-    """A batch: logits of tokens and durations, targets, steps and labels."""
-
-    tokens: Tensor
-    durations: Tensor
-    targets: Tensor
-    steps: Tensor
-    labels: Tensor
-
-
-def batch_of(
-    shape: tuple[int, int, int, int],
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    blank: int = 0,
-    K: int = 3,
-) -> Batch:
-    """Return a ragged batch of shape `[B, T, U, V]`, with NaN beyond the lengths."""
-    B, T, U, V = shape
-    g = torch.Generator().manual_seed(0)
-    tokens = 2 * torch.randn(B, T, U + 1, V, generator=g, dtype=torch.float64)
-    durations = torch.randn(B, T, U + 1, K, generator=g, dtype=torch.float64)
-    labels = torch.randint(0, V - 1, (B, U), generator=g)
-    steps, lengths = torch.randint(1, T + 1, (B,), generator=g), torch.arange(B) % (U + 1)
-    steps[0], lengths[0] = T, U
-    for b in range(B):
-        for x in (tokens, durations):
-            x[b, steps[b] :], x[b, :, lengths[b] + 1 :] = math.nan, math.nan
-    targets = labels + (labels >= blank)
-    inputs = (tokens.to(dtype), durations.to(dtype), targets, steps, lengths)
-    return Batch(*(each.to(device) for each in inputs))
-
-
-def rnnt(x: Batch, backend: str, blank: int, **options: Any) -> list[Tensor]:
+def rnnt(x: Lattices, backend: str, blank: int, **options: Any) -> list[Tensor]:
     """Return the losses of RNN-T and their gradient in the tokens."""
     tokens = x.tokens.detach().requires_grad_()
     with partita.backend(backend), poisoned_memory():
@@ -58,7 +26,7 @@ def rnnt(x: Batch, backend: str, blank: int, **options: Any) -> list[Tensor]:
         return [losses, *torch.autograd.grad(losses, tokens, upstream.to(losses.dtype))]
 
 
-def tdt(x: Batch, backend: str, durations: list[int]) -> list[Tensor]:
+def tdt(x: Lattices, backend: str, durations: list[int]) -> list[Tensor]:
     """Return the losses of a TDT and their gradients in tokens and durations."""
     inputs = [each.detach().requires_grad_() for each in x[:2]]
     with partita.backend(backend), poisoned_memory():
@@ -91,7 +59,7 @@ def test_losses_and_gradients_of_rnnt(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
 ) -> None:
     blank = shape[3] - 1
-    x = batch_of(shape, device, dtype, blank)
+    x = lattices(shape, device, dtype, blank)
     expected = rnnt(x, "reference", blank)
     assert_all_close(rnnt(x, "triton", blank), expected, dtype)
     with torch.no_grad(), partita.backend("triton"):
@@ -111,7 +79,7 @@ def test_losses_and_gradients_of_rnnt(
     ids=str,
 )
 def test_options_of_rnnt(options: dict[str, Any], device: str) -> None:
-    x = batch_of((2, 4, 2, 6), device, blank=2)
+    x = lattices((2, 4, 2, 6), device, blank=2)
     if not options.get("fused_log_softmax", True):
         x = x._replace(tokens=x.tokens.log_softmax(-1))
     found, expected = rnnt(x, "triton", 2, **options), rnnt(x, "reference", 2, **options)
@@ -120,7 +88,7 @@ def test_options_of_rnnt(options: dict[str, Any], device: str) -> None:
 
 @kernel_devices
 def test_strides_and_a_gradient_in_place(device: str) -> None:
-    x = batch_of((2, 4, 3, 8), device)
+    x = lattices((2, 4, 3, 8), device)
     expected = rnnt(x, "triton", 0)
     turned = x._replace(tokens=x.tokens.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0))
     assert_all_close(rnnt(turned, "triton", 0), expected, torch.float32)
@@ -134,7 +102,7 @@ def test_strides_and_a_gradient_in_place(device: str) -> None:
 @kernel_devices
 def test_logits_far_from_zero(device: str) -> None:
     """An offset changes neither losses nor gradients by more than its rounding."""
-    x = batch_of((2, 4, 3, 300), device)
+    x = lattices((2, 4, 3, 300), device)
     x = x._replace(tokens=(x.tokens * 1024).round() / 1024)  # so that the offset is exact
     for scale, offset in ((1.0, 8192.0), (2.0, 2.0**24)):
         tokens = x.tokens if scale == 1.0 else (x.tokens / scale).round() * scale
@@ -147,7 +115,7 @@ def test_logits_far_from_zero(device: str) -> None:
 @pytest.mark.parametrize("value", [-1e10, torch.finfo(torch.float32).min])
 def test_losses_of_nodes_whose_logits_are_all_far_from_zero(value: float, device: str) -> None:
     """The products of huge logits with log2(e) have not the digits of differences."""
-    x = batch_of((1, 3, 1, 70), device)
+    x = lattices((1, 3, 1, 70), device)
     x.tokens[0, 1], x.durations[0, 0, 0] = value, value
     found, expected = [], []
     for losses, backend in ((found, "triton"), (expected, "reference")):
@@ -171,7 +139,7 @@ def test_losses_of_nodes_whose_logits_are_all_far_from_zero(value: float, device
 )
 def test_losses_and_gradients_of_tdt(durations: list[int], dtype: torch.dtype, device: str) -> None:
     shape = {(1, 0): (1, 4, 33, 6), (0, 1): (2, 2, 1, 4)}.get(tuple(durations), (2, 5, 3, 6))
-    x = batch_of(shape, device, dtype, K=len(durations))
+    x = lattices(shape, device, dtype, K=len(durations))
     expected = tdt(x, "reference", durations)
     found = tdt(x, "triton", durations)
     if dtype == torch.float64:
@@ -195,7 +163,7 @@ def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.Mo
         return scan
 
     monkeypatch.setattr(launch, "new_scan", unwritten_states)
-    plan, x = lattice_plan(1, T, U + 1), batch_of((1, T, U, 5), device, K=5)
+    plan, x = lattice_plan(1, T, U + 1), lattices((1, T, U, 5), device, K=5)
     tdt(x, "triton", [0, 1, 2, 3, 4])
     assert plan.rows == T + U + 1  # A row beyond these would be one of the next sequence.
     assert found[0][:, : plan.rows * 32].all()  # No word of a state is 0.
@@ -205,7 +173,7 @@ def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.Mo
 @kernel_devices
 @pytest.mark.parametrize("shape", [(3, 8, 31, 5), (1, 8, 33, 5), (1, 8, 70, 5)], ids=str)
 def test_chunks_without_rows_between_them(shape: tuple[int, int, int, int], device: str) -> None:
-    x = batch_of(shape, device, K=3)
+    x = lattices(shape, device, K=3)
     x = x._replace(tokens=x.tokens.nan_to_num(), durations=x.durations.nan_to_num())
     x.steps[:], x.labels[:] = shape[1], shape[2]
     expected = tdt(x, "reference", [0, 1, 2])
@@ -220,7 +188,7 @@ def test_chunks_without_rows_between_them(shape: tuple[int, int, int, int], devi
 
 @kernel_devices
 def test_best_paths(device: str) -> None:
-    for x in (batch_of((2, 5, 3, 6), device), batch_of((1, 1, 33, 5), device)):
+    for x in (lattices((2, 5, 3, 6), device), lattices((1, 1, 33, 5), device)):
         found = []
         for backend in ("triton", "reference"):
             with partita.backend(backend):
@@ -234,7 +202,7 @@ def test_best_paths(device: str) -> None:
 @kernel_devices
 def test_scores_that_are_no_log_probabilities(device: str) -> None:
     """Words of arcs hold scores far above 0, as logits of a model without a softmax may be."""
-    x = batch_of((2, 5, 3, 7), device)
+    x = lattices((2, 5, 3, 7), device)
     options: dict[str, Any] = {"fused_log_softmax": False}
     x = x._replace(tokens=1e4 * x.tokens)
     expected = rnnt(x, "reference", 0, **options)
@@ -246,7 +214,7 @@ def test_scores_that_are_no_log_probabilities(device: str) -> None:
 
 @kernel_devices
 def test_equal_paths_are_chosen_as_by_the_reference(device: str) -> None:
-    x = batch_of((1, 4, 2, 4), device)
+    x = lattices((1, 4, 2, 4), device)
     x = x._replace(tokens=torch.zeros_like(x.tokens), durations=torch.zeros_like(x.durations))
     for durations in ([0, 1, 2], [2, 1, 0]):
         steps = []
@@ -259,7 +227,7 @@ def test_equal_paths_are_chosen_as_by_the_reference(device: str) -> None:
 @kernel_devices
 def test_nan_stays_in_its_sequence(device: str) -> None:
     """Arcs of long durations read rows that belong to other arcs of the last sequence."""
-    x = batch_of((2, 2, 1, 3), device, K=2)
+    x = lattices((2, 2, 1, 3), device, K=2)
     x.tokens[1] = math.nan
     x.labels[:], x.steps[:] = 1, 2
     expected = tdt(x, "reference", [1, 40])
@@ -271,7 +239,7 @@ def test_nan_stays_in_its_sequence(device: str) -> None:
 @kernel_devices
 def test_nan_in_any_node_reaches_the_score_of_the_best_path(device: str) -> None:
     for t, u in ((0, 1), (1, 0)):
-        x = batch_of((1, 2, 2, 3), device)
+        x = lattices((1, 2, 2, 3), device)
         x.tokens[0, t, u, 0] = math.nan
         with partita.backend("triton"):
             for found in (
@@ -285,7 +253,7 @@ def test_nan_in_any_node_reaches_the_score_of_the_best_path(device: str) -> None
 @pytest.mark.usefixtures("unchecked")
 @kernel_devices
 def test_invalid_sequences_and_no_steps(device: str) -> None:
-    x = batch_of((5, 3, 2, 6), device)
+    x = lattices((5, 3, 2, 6), device)
     x.targets[0, 0], x.targets[1, 0] = 0, 6
     x.steps[2], x.labels[3], x.steps[4] = 4, 3, 0
     x.labels[:2] = 2
@@ -308,7 +276,7 @@ def test_chunks_of_the_joint(
 ) -> None:
     """Chunks of steps and of sequences give the gradients of the reference."""
     g = torch.Generator().manual_seed(0)
-    x, D = batch_of((3, 4, 2, 9), "cpu"), 10
+    x, D = lattices((3, 4, 2, 9), "cpu"), 10
     shapes = [(3, 4, D), (3, 3, D), (9, D), (9,), (3, D), (3,)]
     tensors = [torch.randn(shape, generator=g) for shape in shapes]
     for b in range(3):
@@ -376,7 +344,7 @@ def test_the_rows_of_a_chunk_cover_the_last_block_of_both_scans() -> None:
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_many_chunks_are_the_same_each_time(device: str) -> None:
     """Programs that wait for their neighbors give the same bits whatever their order."""
-    x = batch_of((16, 60, 130, 33), device, torch.bfloat16)
+    x = lattices((16, 60, 130, 33), device, torch.bfloat16)
     for run in (lambda: rnnt(x, "triton", 0), lambda: tdt(x, "triton", [0, 1, 2])):
         first = run()
         assert all(all(map(torch.equal, run(), first)) for _ in range(5))
