@@ -1,5 +1,6 @@
 """The contract of CTC-CRF: invalid values, errors, compiled code, streams and memory."""
 
+import numpy as np
 import pytest
 import torch
 from helpers.ctc import BAD_SEQUENCES, CRF_SIZES, backends, crf_loss
@@ -86,3 +87,12 @@ def test_bad_input(error: str) -> None:
 def test_bad_sizes_of_a_table(sizes: tuple[int, int], error: type[Exception]) -> None:
     with pytest.raises(error, match=r"expected (an int|a number of at least 1)"):
         partita.debruijn_source(*sizes)
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    expected = partita.debruijn_source(4, 2)
+    assert partita.debruijn_source(np.int64(4), np.int64(2)).equal(expected)
+    scores, targets = torch.randn(3, 1, 20), torch.tensor([[1, 2]])
+    sizes = {"state_len": np.int64(1), "alphabet_size": np.int64(5)}
+    expected = partita.ctc_crf_loss(scores, targets, [2], state_len=1, alphabet_size=5)
+    assert partita.ctc_crf_loss(scores, targets, [2], **sizes).equal(expected)
