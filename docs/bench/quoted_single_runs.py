@@ -247,3 +247,18 @@ def hmm_fits() -> str:
         f"checks parameters, takes {whole} ms. From drawn starting values, an iteration takes\n"
         f"{many} ms for 64 restarts and {one} ms for one, and the restarts {gib} GiB of memory"
     )
+
+
+@figure
+def rnnt_search_round() -> str:
+    variants = ("fp32 round", "fp32 head", "fp32 LSTM", "fp32 search")
+    variants += ("bf16 head of 1025", "bf16 head of 1030")
+    times = _each("rnnt_search", "H200", "greedy 64 x 500", *variants)
+    each, head, lstm, search, odd, even = (digits(1e3 * float(time), 2) for time in times)
+    return (
+        f"{each} microseconds on\n"
+        f"the GPU: {head} for the head's matrix product, {lstm} for the LSTM and {search} for the"
+        " search's own two kernels. In bf16\n"
+        f"the product takes {odd} with the 1,025 outputs of the RNN-T and {even} with the 1,030 of"
+        " the TDT"
+    )
