@@ -251,9 +251,9 @@ def hmm_fits() -> str:
 
 @figure
 def rnnt_search_round() -> str:
-    variants = ("fp32 round", "fp32 head", "fp32 LSTM", "fp32 search")
-    variants += ("bf16 head of 1025", "bf16 head of 1030")
-    times = _each("rnnt_search", "H200", "greedy 64 x 500", *variants)
+    case = ("rnnt_search", "H200", "greedy 64 x 500")
+    parts = ("fp32 round", "fp32 head", "fp32 LSTM", "fp32 search")
+    times = _each(*case, *parts, "bf16 head of 1025", "bf16 head of 1030")
     each, head, lstm, search, odd, even = (digits(1e3 * float(time), 2) for time in times)
     return (
         f"{each} microseconds on\n"
