@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from quoted_figures import CRF
 from quoted_readme import compared, speed_table
-from quoted_rows import figure, number, row
+from quoted_rows import OURS, digits, figure, number, row
 
 ROWS, LINEAR, CTC = "h200/rows.csv", "h200/linear_cross_entropy.csv", "h200/ctc.csv"
 CHAIN, RNNT = "h200/chain.csv", "h200/rnnt.csv"
@@ -50,3 +50,10 @@ def h200_machine() -> str:
 @figure
 def h200_speed() -> str:
     return speed_table(_lines())
+
+
+@figure
+def h200_ties() -> str:
+    wanted = {"op": "viterbi", "provider": OURS, "steps": 800, "states": 1024}
+    bf16, fp32 = (number(CHAIN, "median_ms", dtype=dtype, **wanted) for dtype in ("bf16", "fp32"))
+    return f"{digits(bf16)} ms in bf16 and {digits(fp32)} ms in fp32"
