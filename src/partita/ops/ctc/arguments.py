@@ -30,10 +30,10 @@ def prepare(
     input_lengths: Lengths,
     target_lengths: Lengths,
     blank: int,
-    from_logits: bool,
-    label_priors: Tensor | None,
-    prior_scale: float,
-    star: int | None,
+    from_logits: bool = False,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> CTCInputs:
     """Check the arguments of `ctc_loss`, and bring them into the form of the ops."""
     logits = check_tensors(log_probs, targets, blank)
