@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -115,7 +116,8 @@ def make_environment(pair: Pair) -> Path:
         and install("--no-deps", "--editable", ".")
     )
     if not done:
-        raise SystemExit(f"{pair}: the environment could not be made")
+        free = shutil.disk_usage(ROOT).free / 1e9
+        raise SystemExit(f"{pair}: the environment could not be made ({free:.1f} GB are free)")
     stamp.write_text(wanted)
     return python
 
