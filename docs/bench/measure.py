@@ -10,8 +10,8 @@ process of its own, in the order of `--only`. A part that runs out of time, or b
 its old table and says so; what it had measured is in the folder `partial`, and what it printed is
 in `logs`.
 
-Not measured here: parallel.csv needs several GPUs, cpu.csv is measured on a CPU by cpu.py, and
-chain_exactness.csv comes from examples/chain_exactness.py.
+Not measured here: parallel.csv needs several GPUs, cpu.csv and text_search.csv are measured on a
+CPU by the scripts of their names, and chain_exactness.csv comes from examples/chain_exactness.py.
 
 After a run, copy the tables into this folder and run figures.py and quoted.py.
 """

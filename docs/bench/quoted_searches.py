@@ -1,11 +1,15 @@
-"""The figures of decoding and of two heads; the name of a function is the name of a quote."""
+"""The figures of decoding, language models and two heads.
+
+The name of a function is the name of a quote.
+"""
 
 from __future__ import annotations
 
 from quoted_rows import GIB, digits, figure, number, row, span, table
 
-DECODE, DIVERGENCE = "decode.csv", "divergence.csv"
+DECODE, DIVERGENCE, TEXT = "decode.csv", "divergence.csv", "text_search.csv"
 BETAS = (0.0, 0.5, 1.0)
+KINDS = ("peaky", "random")  # of logits
 HEADS = {"op": "linear_divergence", "part": "total", "tokens": 8192, "vocabulary": 128256}
 
 
@@ -33,6 +37,61 @@ def decode_crf() -> str:
     ours = _decode("ctc_crf_viterbi", 2000), _decode("ctc_crf_beam", 2000)
     koi = _decode("ctc_crf_beam", 2000, "koi")
     return f"{ours[0]} with `viterbi`, and {ours[1]} with `beam` and a width of 32 (koi {koi})"
+
+
+def _text(op: str, size: str, provider: str = "partita") -> str:
+    time = number(TEXT, "median_ms", op=op, size=size, provider=provider)
+    return f"{digits(time / 1e3, 2)} s" if time >= 1e3 else f"{digits(time, 2)} ms"
+
+
+@figure
+def ctc_decoder_cpu() -> str:
+    names = {
+        "partita": "`CTCDecoder`",
+        "partita with unigrams_only": "with `unigrams_only` and no model",
+        "partita without a model": "without a model",
+        "flashlight-text": "flashlight-text 0.0.7 with a lexicon",
+        "pyctcdecode": "pyctcdecode 0.5.0 with its cut-offs",
+    }
+    cases = {(31, name): said for name, said in names.items()}
+    cases[1001, "partita without a model"] = "`CTCDecoder` without a model, 1,001 pieces of words"
+    lines = [
+        [said, *(_text("search", f"1 × 500 × {classes} {kind}", name) for kind in KINDS)]
+        for (classes, name), said in cases.items()
+    ]
+    return table(["", *(f"{kind} logits" for kind in KINDS)], lines)
+
+
+@figure
+def ctc_decoder_chunk() -> str:
+    first, last = (_text("chunk", "1 × 50 × 31", f"{which} minute") for which in ("first", "last"))
+    return f"{first} for a chunk of 50 steps in its first minute, and {last} after an hour"
+
+
+@figure
+def ctc_decoder_tables() -> str:
+    return _text("first call", "100000 words")
+
+
+@figure
+def ngram_files() -> str:
+    read, mapped, kenlm = (
+        _text("read", "5000011 n-grams", name) for name in ("from_arpa", "load", "kenlm")
+    )
+    return (
+        f"reads 5 million n-grams of up to three words in {read} (kenlm {kenlm}),\n"
+        f"and `load` maps what was saved of them in {mapped}"
+    )
+
+
+@figure
+def ngram_advance() -> str:
+    sizes = ("128 × 32", "128 × 1000", "16 × 100000")
+    few, more, words = (_text("advance", size) for size in sizes)
+    return (
+        f"`advance` takes {few} for 128 states and 32 labels, {more} for 128 and 1,000,\n"
+        f"and {words} for 16 states and 100,000 words"
+    )
 
 
 def _heads(column: str, provider: str) -> list[float]:

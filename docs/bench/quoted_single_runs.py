@@ -128,92 +128,20 @@ def decode_crf_h200() -> str:
     )
 
 
-def _decoder(machine: str, names: dict[str, str]) -> str:
-    """Return the milliseconds of `CTCDecoder` for both kinds of logits, by the names of a page."""
-    size = "64 x 500 x 31" if machine == "H200" else "1 x 500 x 31"
+@figure
+def ctc_decoder_gpu() -> str:
+    names = {
+        "kernels": "the kernels",
+        "whole call": "a whole call, whose host makes texts",
+        "kernels with hotwords and boost": "the kernels with `hotwords` and `boost`",
+        "whole call with hotwords and boost": "a whole call with both",
+    }
+    sizes = [f"64 x 500 x 31 {kind}" for kind in ("peaky", "random")]
     lines = [
-        [
-            said,
-            *(_all("ctc_decoder", machine, f"{size} {kind}", name) for kind in ("peaky", "random")),
-        ]
+        [said, *(_all("ctc_decoder", "H200", size, name) for size in sizes)]
         for name, said in names.items()
     ]
     return table(["", "peaky logits", "random logits"], lines)
-
-
-@figure
-def ctc_decoder_gpu() -> str:
-    return _decoder(
-        "H200",
-        {
-            "kernels": "the kernels",
-            "whole call": "a whole call, whose host makes texts",
-            "kernels with hotwords and boost": "the kernels with `hotwords` and `boost`",
-            "whole call with hotwords and boost": "a whole call with both",
-        },
-    )
-
-
-@figure
-def ctc_decoder_cpu() -> str:
-    return _decoder(
-        "CPU",
-        {
-            "model": "`CTCDecoder`",
-            "unigrams_only": "with `unigrams_only`",
-            "no model": "without a model",
-            "no model 1001 pieces": "without a model, 1,001 pieces of words",
-            "flashlight-text with a lexicon": "flashlight-text 0.0.7 with a lexicon",
-        },
-    )
-
-
-def _span(op: str, size: str, variant: str) -> str:
-    """Return the time on a CPU, from the least to the greatest of its runs, with the unit."""
-    found = sorted(float(each["ms"]) for each in rows(TABLE, op=op, size=size, variant=variant))
-    scale, unit = (1e3, "s") if found[0] >= 1e3 else (1, "ms")
-    return f"{' to '.join(f'{each / scale:g}' for each in found)} {unit}"
-
-
-@figure
-def ctc_decoder_pyctcdecode() -> str:
-    clear, noisy = (
-        _span("ctc_decoder", f"1 x 500 x 31 {kind}", "pyctcdecode") for kind in ("clear", "noisy")
-    )
-    return f"{clear} for clear utterances of this size, and {noisy} for noisy ones"
-
-
-@figure
-def ctc_decoder_chunk() -> str:
-    return _span("ctc_decoder", "1 x 50 x 31", "chunk of a stream")
-
-
-@figure
-def ctc_decoder_tables() -> str:
-    return _span("ctc_decoder", "100000 words", "tables of the words")
-
-
-@figure
-def ngram_files() -> str:
-    large, small = "5000000 n-grams", "1300000 n-grams"
-    read, mapped = (_span("ngram", large, variant) for variant in ("from_arpa", "load"))
-    ours, kenlm = (_span("ngram", small, variant) for variant in ("from_arpa", "kenlm"))
-    return (
-        f"reads 5 million n-grams of up to three words in {read} of its time, and\n"
-        f"maps what was saved of them in {mapped}; 1.3 million of up to four words take {ours}, "
-        f"and kenlm {kenlm}"
-    )
-
-
-@figure
-def ngram_advance() -> str:
-    few, more, words = (
-        _span("ngram", size, "advance") for size in ("128 x 32", "128 x 1000", "16 x 100000")
-    )
-    return (
-        f"`advance` takes {few} for 128 states and 32 labels, {more} for 128 and 1,000,\n"
-        f"and {words} for 16 states and 100,000 words"
-    )
 
 
 @figure
