@@ -159,7 +159,8 @@ def linear_rnnt_loss(
 
     Args:
         encoder: `[B, T, D]` floating. Entries past the lengths are not read and get the gradient 0.
-        predictor: `[B, U + 1, D]`, of the same dtype as the others.
+        predictor: `[B, U + 1, D]`, of the same dtype as the others: the output at the start of a
+            sequence, and after each of its labels.
         linear_weight: `[V, D]`.
         targets: `[B, U]` integers from 0 to V - 1, other than the blank.
         logit_lengths, target_lengths: `[B]`, tensors on any device, lists or tuples.
@@ -226,7 +227,8 @@ def linear_tdt_loss(
 
     Args:
         encoder: `[B, T, D]` floating. Entries past the lengths are not read and get the gradient 0.
-        predictor: `[B, U + 1, D]`, of the same dtype as the others.
+        predictor: `[B, U + 1, D]`, of the same dtype as the others: the output at the start of a
+            sequence, and after each of its labels.
         linear_weight, duration_weight: `[V, D]` of the tokens and `[K, D]` of the durations.
         linear_bias, duration_bias: `[V]` and `[K]`.
         targets: `[B, U]` integers from 0 to V - 1, other than the blank.
