@@ -209,6 +209,10 @@ def test_models_that_are_refused() -> None:
     with pytest.raises(ValueError, match="whose loss is ForCausalLMLoss, got cross_entropy"):
         fuse(model)
     model = CausalLM()
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(TypeError, match="expected one with a head, got CausalLM"):
+        fuse(model)
+    model = CausalLM()
     model.config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="got CausalLM, an encoder with a decoder"):
         fuse(model)

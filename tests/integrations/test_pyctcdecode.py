@@ -107,6 +107,13 @@ def test_labels_and_inputs_are_theirs() -> None:
     assert characters.decode_batch(None, [probabilities, probabilities[:0]]) == ["a", ""]
 
 
+def test_parameters_that_are_set_later() -> None:
+    decoder = build_ctcdecoder(["a", " ", ""])
+    decoder.reset_params(alpha=0.0, lm_score_boundary=False)
+    found = decoder.decoder
+    assert (found.alpha, found.beta, found.score_boundary) == (0.0, 1.5, False)
+
+
 def test_errors() -> None:
     decoder = build_ctcdecoder(["a", ""])
     with raises(r"ValueError: logits: expected shape \[T, 2\], got \[3, 3\]"):

@@ -152,6 +152,8 @@ class FusedHead:
         self.request: Request | None = None
         self.arithmetic = arithmetic_of(getattr(model, "config", None))
         self.head = model.get_output_embeddings()  # type: ignore[operator]
+        if self.head is None:
+            raise TypeError(f"model: expected one with a head, got {type(model).__name__}")
         check_head(self.head)
         _refuse_other_losses(model)
         self.stock_loss: Callable[..., Any] = model.loss_function  # type: ignore[assignment]

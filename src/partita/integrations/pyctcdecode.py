@@ -127,6 +127,40 @@ class BeamSearchDecoderCTC:
             if score > -math.inf
         ]
 
+    def reset_params(
+        self,
+        alpha: float | None = None,
+        beta: float | None = None,
+        unk_score_offset: float | None = None,
+        lm_score_boundary: bool | None = None,
+    ) -> None:
+        """Set the weights of the language model that are not None.
+
+        Args:
+            alpha, beta, unk_score_offset, lm_score_boundary: as in `build_ctcdecoder`.
+
+        Raises:
+            TypeError, ValueError: the next search raises them for a number that is not finite.
+
+        Source: the method of this name in pyctcdecode 0.5, 2023.
+
+        Example:
+            >>> from partita.integrations.pyctcdecode import build_ctcdecoder
+            >>> decoder = build_ctcdecoder(["a", "b", ""])
+            >>> decoder.reset_params(beta=0.5)
+            >>> decoder.decoder.beta
+            0.5
+        """
+        given = {
+            "alpha": alpha,
+            "beta": beta,
+            "unk_score_offset": unk_score_offset,
+            "score_boundary": lm_score_boundary,
+        }
+        for name, value in given.items():
+            if value is not None:
+                setattr(self.decoder, name, value)
+
     def _decode(
         self, logits_list: Sequence[Any], beam_width: int, nbest: int, options: dict[str, Any]
     ) -> Transcripts:

@@ -34,7 +34,7 @@ def _tell(compiler: str, family: str) -> None:
     start = "\r\x1b[K" if sys.stderr.isatty() else ""
     line = (
         f"partita: {compiler} compiles the kernels of {family}, which takes a while, and keeps them"
-        " on disk; `python -m partita warm` does so ahead of a job"
+        " on disk; `python -m partita warm` does so ahead of a job for the ops that it lists"
     )
     with contextlib.suppress(OSError, ValueError):  # of a stream that was closed meanwhile
         print(f"{start}{line}", file=sys.stderr, flush=True)

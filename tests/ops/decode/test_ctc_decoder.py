@@ -390,8 +390,10 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"max_open_steps": None}, "TypeError: max_open_steps: expected an int, got NoneType"),
     ({"input_lengths": [6]}, "ValueError: input_lengths: expected"),
     ({"hotwords": "ab"}, "TypeError: hotwords: expected words, got one string"),
+    ({"hotwords": {"ab": 2.0}}, "TypeError: hotwords: expected words, got dict"),
     ({"hotwords": [1]}, r"TypeError: hotwords\[0\]: expected a string, got int"),
     ({"boost": [None, None]}, "ValueError: boost: expected 1 of them, got 2"),
+    ({"boost": "ab"}, "TypeError: boost: expected PhraseBoosts, got str"),
     ({"boost": ["ab"]}, "TypeError: boost: expected a PhraseBoost, got str"),
     (
         {"boost": PhraseBoost(["a"], ["a"], 1.0)},

@@ -162,6 +162,9 @@ def test_fastq() -> None:
         "ValueError: names: expected names of one line, got 'a.nb'": (
             lambda calls: calls.to_fastq(["x", "a\nb"])
         ),
+        "ValueError: names: expected names of one line, got 'a.n'": (
+            lambda calls: calls.to_fastq(["x", "a\n"])
+        ),
         "ValueError: names: expected names of one line, got ''": (
             lambda calls: calls.to_fastq(["x", ""])
         ),

@@ -209,7 +209,7 @@ def test_a_batch_of_reads_is_each_read() -> None:
     for a, b, c in zip(
         found,
         stitch(reads, OVERLAP, length=LENGTHS),  # one read an entry
-        stitch(batches, OVERLAP, chunks=counts, length=LENGTHS),
+        stitch(batches, OVERLAP, chunks=torch.tensor(counts), length=LENGTHS),
         strict=True,
     ):
         assert torch.equal(a, b) and torch.equal(a, c)

@@ -210,7 +210,7 @@ class Basecalls(NamedTuple):
         if len(found) != len(self.labels):
             raise ValueError(f"names: expected {len(self.labels)} names, got {len(found)}")
         for name in found:
-            if len(str(name).splitlines()) != 1:
+            if str(name).splitlines() != [str(name)]:
                 raise ValueError(f"names: expected names of one line, got {name!r}")
         rows = zip(found, self.to_string(alphabet), self.qstring(offset, scale), strict=True)
         return "".join(f"@{name}\n{text}\n+\n{quality}\n" for name, text, quality in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -342,7 +342,7 @@ class CTCDecoder:
         words = _checked_words("hotwords", hotwords)
         if words and self._vocabulary.by_token:
             raise ValueError('hotwords: expected unit="word"; boost takes phrases of tokens')
-        if not (boost is None or isinstance(boost, (PhraseBoost, Iterable))):
+        if isinstance(boost, str) or not isinstance(boost, (PhraseBoost, Iterable, type(None))):
             raise TypeError(f"boost: expected PhraseBoosts, got {type(boost).__name__}")
         boosts = [boost] * N if isinstance(boost, PhraseBoost) or boost is None else list(boost)
         if len(boosts) != N:
@@ -654,7 +654,7 @@ def _checked_labels(labels: Sequence[str], blank: int) -> list[str]:
 
 def _checked_words(name: str, words: Iterable[str]) -> list[str]:
     """Return words as a list."""
-    if isinstance(words, str) or not isinstance(words, Iterable):
+    if isinstance(words, (str, Mapping)) or not isinstance(words, Iterable):
         got = "one string" if isinstance(words, str) else type(words).__name__
         raise TypeError(f"{name}: expected words, got {got}")
     found = list(words)

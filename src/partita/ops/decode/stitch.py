@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -168,11 +167,9 @@ def _reads(
 
 
 def _integers(name: str, value: int | Sequence[int]) -> list[int]:
-    """Return a number or several ones as a list, or raise `TypeError`."""
-    numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-    for number in numbers:
-        checks.python_int(name, number)
-    return numbers
+    """Return a number or several ones, also of a tensor, as a list, or raise `TypeError`."""
+    several = isinstance(value, (list, tuple, Tensor))
+    return [*checks.python_ints(name, value if several else [value])]
 
 
 def _cuts(calls: Basecalls, position: Tensor, overlap: int) -> Tensor:

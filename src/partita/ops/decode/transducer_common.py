@@ -482,7 +482,7 @@ class LabelModels:
             if scores.shape[1] != V:
                 raise ValueError(
                     f"{name}: expected a column for each of the {V} classes of the network,"
-                    f" got {scores.shape[1]}"
+                    f" got {scores.shape[1]}; labels of an NgramLM make them"
                 )
             total = total + weighted(scores, weight)
             following.append(after)
