@@ -149,6 +149,14 @@ def test_code_of_the_pages_is_narrow() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_table_has_a_header(page: Path) -> None:
+    """Rows without one are shown as text."""
+    text = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert re.match(r".*\n\|[ :|-]+\|\n", table), table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", TEXTS[page])
     assert [link for link in links if not (page.parent / link).exists()] == []

@@ -313,7 +313,7 @@ class BaseHMM:
         """Return the probabilities of the states and the means of the values after the last step.
 
         Args:
-            X, lengths: as in `fit`.
+            X, lengths: as in `fit`. With `lengths` each sequence is forecast after its last step.
             steps: the number of steps to forecast.
         """
         self._check_count("steps", steps)
@@ -368,7 +368,10 @@ class BaseHMM:
         return -2 * self.score(X, lengths) + 2 * sum(self._free_scalars().values())
 
     def bic(self, X: Any, lengths: Lengths | None = None) -> float:
-        """Return the Bayesian information criterion, a number; the lower, the better."""
+        """Return the Bayesian information criterion, a number; the lower, the better.
+
+        It counts all rows of X, missing ones too.
+        """
         log_M = float(torch.tensor(len(X), dtype=torch.float64).log())
         return -2 * self.score(X, lengths) + log_M * sum(self._free_scalars().values())
 
