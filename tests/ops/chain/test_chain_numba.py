@@ -7,7 +7,7 @@ import torch
 from helpers.chains import TABLES, random_chain
 
 import partita
-from partita import Chain, Max, debruijn_source
+from partita import Chain, LinearChain, Max, debruijn_source, dense_source
 
 pytest.importorskip("numba")
 from partita.ops.chain import autograd as _chain
@@ -167,6 +167,23 @@ def test_finite_numbers_that_stand_for_minus_infinity() -> None:
     with partita.backend("numba"):  # all paths have the least score
         marginals = Chain(scores, chain.source, torch.full((3, 4), -1e38)).marginals()
     assert ((marginals >= 0) & (marginals <= 1)).all()
+
+
+@pytest.mark.parametrize("value", [-1e30, 1e30])
+def test_posteriors_beside_huge_scores_sum_to_1(value: float) -> None:
+    """No digit of the other scores is left, so all paths are equal."""
+    start = torch.full((2, 3), value, dtype=torch.float64, requires_grad=True)
+    chain = Chain(torch.randn(4, 2, 3, 3, dtype=torch.float64), dense_source(3), start)
+    dense = LinearChain(torch.randn(4, 2, 3), torch.randn(3, 2, 3, 3), start.detach())
+    with partita.backend("numba"):
+        sums = (
+            *chain.marginals().sum((2, 3)),
+            *dense.state_marginals().sum(2),
+            *dense.marginals().sum((2, 3)),
+            torch.autograd.grad(chain.logz().sum(), start)[0].sum(1),
+        )
+    for each in sums:
+        torch.testing.assert_close(each.double(), torch.ones(2).double())
 
 
 def test_more_slots_than_a_byte_counts() -> None:

@@ -104,6 +104,23 @@ def test_a_tdt_that_no_duration_fits(backend: str) -> None:
 
 
 @backends
+def test_nan_in_a_node_that_no_path_takes(backend: str) -> None:
+    """The loss and the gradient are both NaN or neither: training sees the loss alone."""
+    for (t, u), is_nan in {(1, 0): True, (2, 0): False, (2, 1): False}.items():
+        x, y = torch.zeros(1, 3, 3, 3), torch.zeros(1, 3, 3, 1)
+        x[0, t, u] = torch.nan  # Each arc takes a step, so the only path is (0, 0), (1, 1), (2, 2).
+        tensors = [x.requires_grad_(), y.requires_grad_()]
+        arguments = (torch.tensor([[1, 2]]), [3], [2], 0, [1])
+        with partita.backend(backend):
+            loss = partita.tdt_loss(*tensors, *arguments)
+            grads = torch.autograd.grad(loss, tensors)
+            best = partita.tdt_align(x, y, *arguments)
+        assert loss.isnan() == best.score.isnan() == is_nan
+        for grad in grads:
+            assert (grad.isnan() == is_nan).all()
+
+
+@backends
 def test_inplace_writes_the_gradient_over_the_logits(backend: str) -> None:
     with partita.backend(backend):
         x = X.clone().requires_grad_()

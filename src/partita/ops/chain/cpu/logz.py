@@ -52,6 +52,7 @@ from .steps import (
     run,
     scale_states,
     sequences_of,
+    share_of_one,
     sum_by_source,
     zero_rows,
 )
@@ -114,6 +115,7 @@ def chain_backward_kernel(
         for c in range(C):
             p = 0.0 if logz[n] == -INF else exp(alpha[length, n, c] + batch.final[n, c] - logz[n])
             posterior[c] = p
+        scale_states(posterior, share_of_one(posterior), posterior)
         scale_states(posterior, grad, states[length if edges.dense else 1, n])
         for t in range(length - 1, -1, -1):
             row = load_edges(batch.scores, t, n, edges.K, buffer)
@@ -126,6 +128,11 @@ def chain_backward_kernel(
                 d_row = row_to_write(d_scores, t, n, d_buffer)
             edge_posteriors(row, edges.sources, found, grad, d_row)
             sum_by_source(edges, found, posterior)
+            share = share_of_one(posterior)
+            if share != 1.0:
+                scale_states(posterior, share, posterior)
+                scale_states(found, share, found)
+                scale_states(d_row, share, d_row)
             if not edges.dense:
                 finish_row(d_scores, t, n, d_row)
             else:

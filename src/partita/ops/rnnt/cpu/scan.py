@@ -35,7 +35,8 @@ class Lattice(NamedTuple):
     """The lattice of one sequence.
 
     Fields:
-        scores: the scores of the arcs by anti-diagonals, `[A, N, U + 1]`; -inf where no node is.
+        scores: the scores of the arcs by anti-diagonals, `[A, N, U + 1]`; -inf where no node is,
+            and for an arc that leaves the lattice, which counts for nothing even if it is NaN.
         steps, labels: the lengths of the sequence.
         steps_of, labels_of: the steps and labels by which each arc advances, `[A]`.
     """
@@ -85,8 +86,10 @@ def lattice_of(lengths: Any, arcs: Any, scores: Any, b: int, delay_penalty: floa
     for a in range(len(scores)):
         for t in range(steps):
             extra = delay_penalty * ((steps - 1) / 2 - t) if labels_of[a] else 0.0
-            for u in range(labels + 1):
-                result[a, t + u, u] = scores[a, b, t, u] + extra
+            after = t + steps_of[a]
+            for u in range(labels + 1 - labels_of[a]):
+                if after < steps or (after == steps and u == labels):
+                    result[a, t + u, u] = scores[a, b, t, u] + extra
     return Lattice(result, steps, labels, steps_of, labels_of)
 
 
@@ -184,7 +187,9 @@ def scan_sequences(
             continue
         lattice = lattice_of(lengths, arcs, scores, b, delay_penalty)
         alpha = forward_states(lattice)
-        logz = log_partition(alpha, lattice)
+        # NaN may be in nodes from which no path reaches the end.
+        highest = greatest(alpha.ravel())
+        logz = log_partition(alpha, lattice) if highest == highest else np.nan
         losses[b] = 0.0 - logz
         if len(posteriors) and logz != -np.inf:
             backward_posteriors(alpha, lattice, logz, posteriors, b)
@@ -227,7 +232,8 @@ def align_sequences(
                     # NaN counts as the greatest value, so that it reaches the result.
                     if (value > best[t, u]) | (value != value):
                         best[t, u], entered_by[t, u] = value, a
-        score[b] = best[steps, labels]
+        highest = greatest(best.ravel())  # NaN if a node is, also where no path leads on from it
+        score[b] = best[steps, labels] if highest == highest else np.nan
         if score[b] != score[b]:
             fill_row(scores_out[b], np.nan)
         t, u = steps, labels
