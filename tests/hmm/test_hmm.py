@@ -161,6 +161,17 @@ def test_em_with_missing_values_never_loses_likelihood(kind: str) -> None:
     assert model.score(X, [20, 40]) >= history[-1]
 
 
+@pytest.mark.parametrize("kind", ALL)
+def test_what_a_mask_leaves_out_is_missing(kind: str) -> None:
+    X = values_of(kind, 40)
+    missing = with_missing(kind, X.double())
+    masked = np.ma.masked_array(X.numpy(), missing.isnan().numpy())
+    model = model_of(kind)
+    assert model.score(masked) == model.score(missing) != model.score(X)
+    whole = np.ma.masked_array(X.numpy(), False)
+    assert model.score(whole) == model.score(X)
+
+
 def test_missing_values_are_left_out_of_the_statistics() -> None:
     X = torch.tensor([[1.0, NAN], [3.0, 5.0], [NAN, NAN], [NAN, 9.0]])
     model = GaussianHMM(1, covars_prior=0.0, n_iter=1).fit(X)

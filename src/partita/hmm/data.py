@@ -47,12 +47,17 @@ class Batch(NamedTuple):
 
 
 def as_tensor(name: str, value: Any) -> Tensor:
-    """Return a tensor, an array or nested lists as a tensor on its device."""
+    """Return a tensor, an array or nested lists as a tensor on its device.
+
+    What the mask of an array leaves out becomes NaN, which is a missing value.
+    """
     if isinstance(value, Tensor):
         return value.detach()
     import numpy as np
 
     try:
+        if np.ma.is_masked(value):
+            value = value.astype(np.float64).filled(np.nan)
         array = np.asarray(value)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
