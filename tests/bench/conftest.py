@@ -1,4 +1,4 @@
-import importlib.util
+import sys
 
 import pytest
 
@@ -11,9 +11,4 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *args: None if name == "matplotlib" else find_spec(name, *args),
-    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -23,6 +23,7 @@ from helpers.bench import (
     run_as,
     settings_with,
     texts_of,
+    with_gradient_times,
 )
 from helpers.rows import devices
 from torch import Tensor
@@ -230,11 +231,6 @@ def test_sizes(op: str, device: str) -> None:
             assert math.prod(case.shape) <= 1.1 * limit or is_least
 
 
-def _wrong_gradient(logits: Tensor, target: Tensor) -> Tensor:
-    loss = torch.nn.functional.cross_entropy(logits, target)
-    return loss.detach() + 0.5 * (loss - loss.detach())
-
-
 def _wrong_path(scores: Tensor, *others: Tensor) -> Tensor:
     edges = chain.loop_viterbi(scores, *others)
     edges[len(edges) // 2] = 0
@@ -244,7 +240,7 @@ def _wrong_path(scores: Tensor, *others: Tensor) -> Tensor:
 BROKEN = {
     "softmax": lambda x: 1.1 * torch.softmax(x, -1),
     "log_softmax": lambda x: torch.cat([torch.log_softmax(x, -1)[:-1], x[-1:]]),
-    "cross_entropy": _wrong_gradient,
+    "cross_entropy": with_gradient_times(0.5, torch.nn.functional.cross_entropy),
     "token_stats": lambda x, target: (*rows.token_stats(x, target)[:3], x.argmin(-1)),
     "chain": lambda *inputs: 1.1 * chain.loop_logz(*inputs),
     "viterbi": _wrong_path,

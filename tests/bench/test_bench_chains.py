@@ -17,6 +17,7 @@ from helpers.bench import (
     run_as,
     sparse_logz,
     stand_in,
+    with_gradient_times,
 )
 from helpers.rows import devices
 from torch import Tensor, nn
@@ -29,25 +30,11 @@ from partita.bench.providers import PARTITA, TORCH
 CHAINS, JUDGED = 8, (0, 2, 4, 7)
 LOGZ = chain.LogZ("chain", torch.float32, 20, CHAINS, 16, chain.kmers)
 VITERBI = chain.Viterbi("viterbi", torch.float32, 20, CHAINS, 16, chain.kmers)
-ALIGNMENT = dataclasses.replace(LOGZ, table=chain.alignment)
-ALIGNMENT_VITERBI = dataclasses.replace(VITERBI, table=chain.alignment)
 LINEAR_LOGZ = linear_chain.LogZ("linear_chain", torch.float32, 20, 3, 6)
 LINEAR_VITERBI = linear_chain.Viterbi("linear_viterbi", torch.float32, 20, 3, 6)
 SEGMENTS = linear_chain.SegmentsLogZ("semi_markov", torch.float32, 9, 2, 3, 4)
 NBEST_SEGMENTS = linear_chain.SegmentsNBest("semi_markov_nbest", torch.float32, 9, 2, 3, 4)
 BEST_SEGMENTS = linear_chain.SegmentsViterbi("semi_markov_viterbi", torch.float32, 9, 2, 3, 4)
-
-
-def off_by(factor: float, chains: slice = slice(None)) -> object:
-    """log Z whose gradient is `factor` times what it should be."""
-
-    def function(scores: Tensor, *others: Tensor) -> Tensor:
-        total = partita.logz(scores, *others)
-        factors = torch.ones_like(total)
-        factors[chains] = factor
-        return total.detach() + factors * (total - total.detach())
-
-    return function
 
 
 def test_tables() -> None:
@@ -68,7 +55,7 @@ def test_tables() -> None:
     ("logz", "viterbi"),
     [
         (LOGZ, VITERBI),
-        (ALIGNMENT, ALIGNMENT_VITERBI),
+        [dataclasses.replace(case, table=chain.alignment) for case in (LOGZ, VITERBI)],
         (LINEAR_LOGZ, LINEAR_VITERBI),
         (SEGMENTS, BEST_SEGMENTS),
     ],
@@ -128,7 +115,7 @@ def test_the_truth_of_long_chains(
 
 
 def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
-    slightly, badly = off_by(1.001), off_by(1.05)
+    slightly, badly = (with_gradient_times(factor, partita.logz) for factor in (1.001, 1.05))
     assert all(row.timing for row in run_as("another", LOGZ, slightly))
     assert note_of_wrong(LOGZ, slightly, "partita").endswith(", allowed 2e-06")
     assert note_of_wrong(LOGZ, badly).endswith(", allowed 0.01")
@@ -139,7 +126,8 @@ def test_every_chain_counts() -> None:
     inputs = inputs_of(LOGZ)
     assert tuple(chain.judged(inputs).tolist()) == JUDGED
     for factor in (0.5, torch.nan):
-        assert ", 3] (got " in note_of_wrong(LOGZ, off_by(factor, slice(3, 4)))
+        wrong = with_gradient_times(factor, partita.logz, where=(slice(None), 3))
+        assert ", 3] (got " in note_of_wrong(LOGZ, wrong)
 
 
 def wrong_counts(emissions: Tensor, transitions: Tensor, *others: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from helpers.bench import (
     run_as,
     sparse_logz,
     stand_in,
+    with_gradient_times,
 )
 from helpers.rows import devices
 from torch import Tensor
@@ -30,18 +31,6 @@ LOSS = ctc.Loss("ctc", torch.float32, 40, 6, 8, 5, 12)
 CRF = ctc.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
 ALIGN = ctc.Align("ctc_align", torch.float32, 40, 3, 8, 5, 12)
 RNNT = rnnt.RNNT("rnnt", torch.float32, 2, 8, 3, 5)
-
-
-def off_by(factor: float, sequences: slice = slice(None)) -> object:
-    """Return the loss with a gradient that is `factor` times the truth for some sequences."""
-
-    def function(logits: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
-        factors = torch.ones_like(logits)
-        factors[:, sequences] = factor
-        scaled = logits.detach() + factors * (logits - logits.detach())
-        return PARTITA.ops["ctc"]()(scaled, targets, *lengths)
-
-    return function
 
 
 def test_inputs() -> None:
@@ -81,11 +70,7 @@ def test_ours_and_pytorch_are_right(device: str, dtype: torch.dtype) -> None:
 
 
 def test_a_wrong_gradient_of_a_transducer_is_found() -> None:
-    def function(logits: Tensor, *others: Tensor) -> Tensor:
-        scaled = logits.detach() + 1.1 * (logits - logits.detach())
-        return PARTITA.ops["rnnt"]()(scaled, *others)
-
-    note_of_wrong(RNNT, function)
+    note_of_wrong(RNNT, with_gradient_times(1.1, PARTITA.ops["rnnt"]()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -97,7 +82,8 @@ def test_the_recipe_of_basecallers_is_right(device: str, dtype: torch.dtype) -> 
 
 
 def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
-    slightly, badly = off_by(1.001), off_by(1.05)
+    ours = PARTITA.ops["ctc"]()
+    slightly, badly = (with_gradient_times(factor, ours) for factor in (1.001, 1.05))
     assert all(row.timing for row in run_as("another", LOSS, slightly))
     assert note_of_wrong(LOSS, slightly, "partita").endswith(", allowed 2e-06")
     assert note_of_wrong(LOSS, badly).endswith(", allowed 0.01")
@@ -109,7 +95,7 @@ def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
 @pytest.mark.parametrize("sequence", [0, 3, 5])
 @pytest.mark.parametrize("factor", [0.5, torch.nan])
 def test_every_sequence_counts(factor: float, sequence: int) -> None:
-    only = off_by(factor, slice(sequence, sequence + 1))
+    only = with_gradient_times(factor, PARTITA.ops["ctc"](), where=(slice(None), sequence))
     assert f", {sequence}, " in note_of_wrong(LOSS, only)
 
 

@@ -24,6 +24,7 @@ from helpers.bench import (
     settings_with,
     stand_in,
     texts_of,
+    with_gradient_times,
 )
 from helpers.rows import devices
 from torch import Tensor
@@ -123,19 +124,15 @@ def test_the_products() -> None:
 
 
 def bent(
-    loss: float = 1.0, leaf: int = 0, rows: slice = slice(None), factor: float = 1.0
+    loss: float = 1.0, leaf: int = 0, rows: Any = ..., factor: float = 1.0
 ) -> Callable[..., Tensor]:
     """Return the loss times a factor, with one gradient that is wrong in some rows."""
 
     def function(*inputs: Tensor) -> Tensor:
-        *leaves, target = inputs
-        scale = torch.ones_like(leaves[leaf])
-        scale[rows] = factor
-        leaves[leaf] = leaves[leaf].detach() + scale * (leaves[leaf] - leaves[leaf].detach())
-        right = heads.composed_loss(*leaves, target)
+        right = heads.composed_loss(*inputs)
         return right + (loss - 1) * right.detach()
 
-    return function
+    return with_gradient_times(factor, function, leaf, rows)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.catalogue import each_call, outcome, same_bits
+from helpers.memory import no_waits
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -95,11 +96,8 @@ def test_capture_and_replay(name: str) -> None:
 def test_no_synchronisation_with_the_host(name: str) -> None:
     for sample in samples(name):
         sample.gradients(sample.run())
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             sample.gradients(sample.run())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @each_call

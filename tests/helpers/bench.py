@@ -58,6 +58,21 @@ def run_as(name: str, case: Case, function: Callable[..., Any]) -> list[runner.R
     return run([case], Provider(name, {case.op: lambda: function}))
 
 
+def with_gradient_times(
+    factor: float, function: Callable[..., Tensor], leaf: int = 0, where: Any = ...
+) -> Callable[..., Tensor]:
+    """Return the function with a gradient in one input that is `factor` times its own somewhere."""
+
+    def changed(*inputs: Tensor) -> Tensor:
+        x = inputs[leaf]
+        factors = torch.ones_like(x)
+        factors[where] = factor
+        scaled = x.detach() + factors * (x - x.detach())
+        return function(*inputs[:leaf], scaled, *inputs[leaf + 1 :])
+
+    return changed
+
+
 def note_of_wrong(case: Case, function: Callable[..., Any], name: str = "another") -> str:
     """Return what is said of a function whose result is wrong, which is not timed."""
     (row,) = run_as(name, case, function)

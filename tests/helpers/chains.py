@@ -1,5 +1,7 @@
 """Chains for tests: random ones, and small ones whose paths can be enumerated."""
 
+from collections.abc import Iterable
+
 import torch
 from hypothesis import strategies as st
 
@@ -94,11 +96,15 @@ def logz_and_gradients(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[
 
 
 def assert_logz_matches_reference(chain: Chain, dtype: torch.dtype) -> None:
-    """Assert that log Z of the kernels and its gradients match the reference.
-
-    The tolerance is 2e-6 (1e-12 for fp64), or two units of rounding of the stored dtype.
-    """
+    """Assert that log Z of the kernels and its gradients match the reference."""
     found, expected = (logz_and_gradients(chain, name, dtype) for name in ("triton", "reference"))
+    assert_within_roundings(found, expected, dtype)
+
+
+def assert_within_roundings(
+    found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Assert that results are within 2e-6 (1e-12 in fp64), or two roundings of their own dtype."""
     tolerance = 2e-6 if dtype.itemsize < 8 else 1e-12
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype

@@ -1,4 +1,8 @@
-"""Batches for the tests of the decoders, and the comparison of their results."""
+"""Batches for the tests of the decoders, all of their paths, and the comparison of results."""
+
+import itertools
+import math
+from collections import defaultdict
 
 import torch
 
@@ -19,6 +23,19 @@ def batch(
     lengths = torch.randint(0, T + 1, (N,), generator=g)
     lengths[0] = T
     return x, lengths
+
+
+def collapse(path: tuple[int, ...], blank: int) -> tuple[int, ...]:
+    return tuple(c for c, _ in itertools.groupby(path) if c != blank)
+
+
+def enumerate_prefixes(log_probs: torch.Tensor, blank: int) -> dict[tuple[int, ...], float]:
+    """Return the log-probability of each sequence of tokens, summed over all paths in `[T, C]`."""
+    terms = defaultdict(list)
+    T, C = log_probs.shape
+    for path in itertools.product(range(C), repeat=T):
+        terms[collapse(path, blank)].append(math.exp(float(log_probs[range(T), path].sum())))
+    return {tokens: math.log(math.fsum(values)) for tokens, values in terms.items()}
 
 
 def assert_same(

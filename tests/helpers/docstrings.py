@@ -1,14 +1,11 @@
 """Rules for the docstrings of public names: shapes, errors, sources and examples."""
 
-import ast
 import builtins
 import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -181,17 +178,10 @@ def doc_of(public: Public) -> str:
 
 def constant_doc(name: str) -> str:
     """The string below an assignment, as tools of documentation read it."""
-    body = ast.parse(
-        Path(sys.modules[CONSTANTS[name][0]].__file__ or "").read_text(encoding="utf-8")
-    ).body
-    for before, after in pairwise(body):
-        named = (
-            isinstance(before, ast.Assign)
-            and ast.unparse(before.targets[0]) == name.rpartition(".")[2]
-        )
-        if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            return inspect.cleandoc(str(after.value.value))
-    return ""
+    source = inspect.getsource(sys.modules[CONSTANTS[name][0]])
+    below = rf'^{name.rpartition(".")[2]} = [^\n]*\n"""(.*?)"""'
+    found = re.search(below, source, re.MULTILINE | re.DOTALL)
+    return inspect.cleandoc(found[1]) if found else ""
 
 
 def sections(doc: str) -> dict[str, str]:

@@ -157,15 +157,25 @@ def call_chains(dtype: torch.dtype, C: int, K: int) -> None:
     torch.autograd.grad(chain.logz().sum(), scores)
     value = torch.zeros((), dtype=dtype, requires_grad=True)
     torch.autograd.grad(chain.expectation(value).sum(), scores)
-    chain = partita.Chain(scores.detach(), source)
-    for semiring in (partita.Log, partita.Max):
-        chain.logz(semiring)
-        chain.forward_scores(semiring)
-        chain.backward_scores(semiring)
-    chain.viterbi()
-    chain.sample(2)
+    call_without_gradient(partita.Chain(scores.detach(), source))
     many_steps = scores.detach()[:1].expand(100, 2, C, K)  # whose paths have several segments
     partita.Chain(many_steps, source).viterbi()
+
+
+def call_without_gradient(chain: Any) -> None:
+    """Call the ops of a chain that have no gradient, or another kernel for it."""
+    chain.logz()
+    chain.viterbi()
+    chain.sample(2)
+    if isinstance(chain, partita.Chain):
+        chain.logz(partita.Max)
+        for semiring in (partita.Log, partita.Max):
+            chain.forward_scores(semiring)
+            chain.backward_scores(semiring)
+    if isinstance(chain, partita.SemiMarkovChain):
+        chain.segment_marginals()
+        if chain.emissions.shape[2] < 64:  # The k best paths of more states have no kernel.
+            chain.nbest(2)
 
 
 def call_long_chains(dtype: torch.dtype) -> None:
@@ -197,14 +207,11 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         chain = partita.linear_chain(emissions, transitions)
         torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
         torch.autograd.grad(chain.state_marginals().sum(), emissions)
-        partita.linear_chain(emissions.detach(), transitions.detach()).viterbi()
+        call_without_gradient(partita.linear_chain(emissions.detach(), transitions.detach()))
         if T <= 70 and C < 50:
             end = torch.zeros(C, dtype=dtype, requires_grad=True)
             chain = partita.linear_chain(emissions, transitions, end, end, lengths=[3, 2])
             torch.autograd.grad(chain.logz().sum(), (emissions, transitions, end))
-        chain = partita.linear_chain(emissions.detach(), transitions.detach())
-        chain.logz()
-        chain.sample(2)
     for shape in ((2, 50, 50), (2, 2, 200, 200)):
         emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
         chain = partita.linear_chain(emissions, transitions.to(dtype))
@@ -227,33 +234,20 @@ def call_mixture(*dtypes: torch.dtype) -> None:
             value = zeros_with_gradient((), dtypes[2])
             torch.autograd.grad(chain.expectation(value).sum(), (scores, value))
             chain = partita.Chain(scores.detach(), source, initial.detach(), final.detach())
-            for semiring in (partita.Log, partita.Max):
-                chain.logz(semiring)
-                chain.forward_scores(semiring)
-                chain.backward_scores(semiring)
-            chain.viterbi()
-            chain.sample(2)
+            call_without_gradient(chain)
     short, long = (5, 30, 50, 200, 500), (5, 16, 100)
     for T, C in (*((3, C) for C in short), (70, 30), *((300, C) for C in long)):
         shapes = ((T, 2, C), (C, C), (C,), (C,))
         scores = tuple(map(zeros_with_gradient, shapes, (*dtypes, dtypes[2])))
         chain = partita.linear_chain(*scores)
         torch.autograd.grad(chain.logz().sum(), scores)
-        chain = partita.linear_chain(*(tensor.detach() for tensor in scores))
-        chain.logz()
-        chain.viterbi()
-        chain.sample(2)
+        call_without_gradient(partita.linear_chain(*(tensor.detach() for tensor in scores)))
     for C, D in ((24, 50), (64, 65)):
         shapes = ((3, 2, C), (C, C), (D, C), (C,), (C,))
         scores = tuple(map(zeros_with_gradient, shapes, (*dtypes, *dtypes[1:])))
         chain = partita.semi_markov_chain(*scores)
         torch.autograd.grad(chain.logz().sum(), scores)
-        chain = partita.semi_markov_chain(*(tensor.detach() for tensor in scores))
-        chain.segment_marginals()
-        chain.viterbi()
-        chain.sample(2)
-        if C < 64:
-            chain.nbest(2)
+        call_without_gradient(partita.semi_markov_chain(*(tensor.detach() for tensor in scores)))
 
 
 def zeros_with_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -262,17 +256,12 @@ def zeros_with_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
     """Call the ops of semi-Markov chains."""
-    scores = (torch.zeros(3, 2, C), torch.zeros(C, C), torch.zeros(D, C))
-    scores = [tensor.to(dtype).requires_grad_() for tensor in scores]
+    scores = [zeros_with_gradient(shape, dtype) for shape in ((3, 2, C), (C, C), (D, C))]
     lengths = torch.ones(2, dtype=torch.int64)
     chain = partita.semi_markov_chain(*scores, lengths=lengths)
     torch.autograd.grad(chain.logz().sum(), scores)
-    chain = partita.semi_markov_chain(*(tensor.detach() for tensor in scores), lengths=lengths)
-    chain.segment_marginals()
-    chain.viterbi()
-    chain.sample(2)
-    if C < 64:  # The k best paths of more states have no kernel.
-        chain.nbest(2)
+    scores = [tensor.detach() for tensor in scores]
+    call_without_gradient(partita.semi_markov_chain(*scores, lengths=lengths))
 
 
 def call_chains_with_ends(C: int, transposed: bool) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from helpers.rows import upstream
 from torch import Tensor
 
 import partita
@@ -109,15 +110,8 @@ def results(
     )
     with poisoned_memory():
         loss = f(Batch(*leaves, x.target, class_weight))
-        upstream = (
-            torch.linspace(0.5, 2.0, loss.numel(), device=loss.device)
-            .reshape(loss.shape)
-            .to(loss.dtype)
-        )
-        return [
-            loss.detach(),
-            *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], upstream),
-        ]
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        return [loss.detach(), *torch.autograd.grad(loss, wanted, upstream(loss))]
 
 
 def assert_as_good(

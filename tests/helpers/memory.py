@@ -1,6 +1,7 @@
-"""How much memory calls use."""
+"""How much memory calls use, and whether the host waits for a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,3 +38,13 @@ def extra_memory(f: Callable[[], Any]) -> int:
     torch.cuda.synchronize()
     del result
     return torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Raise where the host waits for a GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

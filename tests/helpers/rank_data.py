@@ -62,15 +62,6 @@ def assert_close(
     torch.testing.assert_close(found.double(), expected.double(), equal_nan=True, **tolerances)
 
 
-def upstream(loss: Tensor) -> Tensor:
-    """Return a gradient of the loss with another number for each element."""
-    return (
-        torch.linspace(0.5, 2.0, loss.numel(), device=loss.device)
-        .reshape(loss.shape)
-        .to(loss.dtype)
-    )
-
-
 def local_shard(tensor: Tensor, sizes: tuple[int, ...], dim: int) -> Tensor:
     """Return this rank's part of a tensor whose shards have `sizes`."""
     return tensor.split(sizes, dim)[dist.get_rank()]

@@ -18,9 +18,8 @@ from helpers.rank_data import (
     local_shard,
     normal,
     shard_sizes,
-    upstream,
 )
-from helpers.rows import INTERPRETING
+from helpers.rows import INTERPRETING, upstream
 from torch import Tensor
 
 import partita

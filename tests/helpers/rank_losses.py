@@ -22,8 +22,8 @@ from helpers.rank_data import (
     local_shard,
     normal,
     shard_sizes,
-    upstream,
 )
+from helpers.rows import upstream
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

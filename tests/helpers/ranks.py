@@ -11,91 +11,67 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from helpers.rank_catalogue import check_catalogue
-from helpers.rank_distillation import (
-    check_bad_distillation,
-    check_distillation,
-    check_rows_without_terms,
+from helpers import (
+    rank_catalogue,
+    rank_distillation,
+    rank_dtensors,
+    rank_engines,
+    rank_invariance,
+    rank_losses,
+    rank_models,
+    rank_pairs,
+    rank_shards,
+    rank_supports,
 )
-from helpers.rank_dtensors import (
-    check_arguments_with_a_dtensor,
-    check_dtensor,
-    check_uneven_batch,
-    check_wrappers,
-)
-from helpers.rank_engines import check_deepspeed, check_plan_of_transformers
-from helpers.rank_invariance import check_invariance, check_invariance_of_plans
-from helpers.rank_losses import (
-    check_bad_arguments,
-    check_compile,
-    check_corners,
-    check_forms,
-    check_plain_collectives,
-    check_sequence_parallel,
-    check_symmetric_memory,
-    check_unfinished_collective,
-)
-from helpers.rank_models import check_transducers
-from helpers.rank_pairs import (
-    check_compiled_and_frozen_pairs,
-    check_pairs_against_open_clip,
-    check_pairs_beside_hard_negatives,
-    check_pairs_of_wrapped_models,
-    check_refused_pairs,
-)
-from helpers.rank_shards import (
-    check_fused_models,
-    check_pipeline,
-    check_refused_shards,
-    check_tensor_parallel_heads,
-)
-from helpers.rank_supports import check_bits_of_supports, check_invalid_supports
 from helpers.rows import INTERPRETING
 
 import partita
 from partita import parallel
 
 CHECKS = (
-    check_plain_collectives,
-    check_catalogue,
-    check_forms,
-    check_sequence_parallel,
-    check_corners,
-    check_bad_arguments,
-    check_dtensor,
-    check_arguments_with_a_dtensor,
-    check_wrappers,
-    check_uneven_batch,
-    check_unfinished_collective,
-    check_compile,
-    check_symmetric_memory,
-    check_invariance,
-    check_invariance_of_plans,
-    check_transducers,
-    check_fused_models,
-    check_tensor_parallel_heads,
-    check_refused_shards,
-    check_pipeline,
-    check_invalid_supports,
-    check_bits_of_supports,
-    check_pairs_against_open_clip,
-    check_pairs_of_wrapped_models,
-    check_pairs_beside_hard_negatives,
-    check_compiled_and_frozen_pairs,
-    check_refused_pairs,
-    check_distillation,
-    check_rows_without_terms,
-    check_bad_distillation,
+    rank_losses.check_plain_collectives,
+    rank_catalogue.check_catalogue,
+    rank_losses.check_forms,
+    rank_losses.check_sequence_parallel,
+    rank_losses.check_corners,
+    rank_losses.check_bad_arguments,
+    rank_dtensors.check_dtensor,
+    rank_dtensors.check_arguments_with_a_dtensor,
+    rank_dtensors.check_wrappers,
+    rank_dtensors.check_uneven_batch,
+    rank_losses.check_unfinished_collective,
+    rank_losses.check_compile,
+    rank_losses.check_symmetric_memory,
+    rank_invariance.check_invariance,
+    rank_invariance.check_invariance_of_plans,
+    rank_models.check_transducers,
+    rank_shards.check_fused_models,
+    rank_shards.check_tensor_parallel_heads,
+    rank_shards.check_refused_shards,
+    rank_shards.check_pipeline,
+    rank_supports.check_invalid_supports,
+    rank_supports.check_bits_of_supports,
+    rank_pairs.check_pairs_against_open_clip,
+    rank_pairs.check_pairs_of_wrapped_models,
+    rank_pairs.check_pairs_beside_hard_negatives,
+    rank_pairs.check_compiled_and_frozen_pairs,
+    rank_pairs.check_refused_pairs,
+    rank_distillation.check_distillation,
+    rank_distillation.check_rows_without_terms,
+    rank_distillation.check_bad_distillation,
 )
 
 
 # The checks of models that another library wraps or shards.
-LIBRARIES = {"deepspeed": check_deepspeed, "transformers": check_plan_of_transformers}
+LIBRARIES = {
+    "deepspeed": rank_engines.check_deepspeed,
+    "transformers": rank_engines.check_plan_of_transformers,
+}
 
 # Checks that run in one world on the CPU, as others tell no more. A compiler traces the same
 # collectives in each. The sum of two ranks has one order, and three add up in the order of more.
-ONE_WORLD = {check_compile: 2, check_compiled_and_frozen_pairs: 2}
-ONE_WORLD[check_invariance] = 2 if INTERPRETING else 3
+ONE_WORLD = {rank_losses.check_compile: 2, rank_pairs.check_compiled_and_frozen_pairs: 2}
+ONE_WORLD[rank_invariance.check_invariance] = 2 if INTERPRETING else 3
 
 # The checks are parted on GPUs, where most of the time goes into the compilation of kernels.
 PARTS = 3

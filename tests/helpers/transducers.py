@@ -111,13 +111,13 @@ def transducer(
     lengths: Sequence[int] = (13, 9, 0, 12),
     durations: tuple[int, ...] | None = None,
     classes: int = 6,
-    hidden: int = 8,
     blank_bias: float = 1.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Transducer:
     """Return a network with random weights, and frames that are NaN past the lengths."""
     torch.manual_seed(seed)
+    hidden = 8
     predict = kind(classes, hidden).to(dtype)
     join = Joint(hidden, classes, len(durations or ()), blank_bias).to(dtype)
     encoder = 2 * torch.randn(len(lengths), max(lengths), hidden, dtype=dtype)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.ngrams import arpa, ngrams_of
+from helpers.ngrams import SENTENCES, arpa, ngrams_of
 
 import partita
 from partita.integrations.pyctcdecode import build_ctcdecoder
 
-SENTENCES = [text.split() for text in ("a ab b", "b a", "ab ab a", "b b ab", "a", "bab b a")]
 ABSENT = "pyctcdecode or kenlm is not installed, so the enumeration of texts alone is compared with"
 UNPRUNED: dict[str, Any] = {"token_min_logp": -30.0, "beam_prune_logp": -1e9}
 

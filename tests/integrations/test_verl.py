@@ -3,7 +3,6 @@
 import pytest
 import torch
 from helpers.rows import DTYPES, devices
-from torch import Tensor
 
 from partita.integrations.verl import (
     FusedLinearForPPO,
@@ -11,12 +10,7 @@ from partita.integrations.verl import (
     linear_cross_entropy,
     logprobs_from_logits,
 )
-
-
-def truth(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies."""
-    logp = logits.log_softmax(-1)
-    return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+from partita.testing.samples import in_torch
 
 
 @devices
@@ -30,7 +24,7 @@ def test_logprobs_from_logits(inplace: bool, dtype: torch.dtype, device: str) ->
     before = logits.detach().clone()
     found = logprobs_from_logits(logits, labels, inplace_backward=inplace)
     exact = leaf.detach().double().requires_grad_()
-    expected = truth(exact, labels)[0]
+    expected = in_torch.token_stats(exact, labels)[0]
     result = torch.float64 if dtype == torch.float64 else torch.float32
     assert found.dtype == result
     torch.testing.assert_close(found, expected.to(result), rtol=1e-5, atol=1e-5)
@@ -47,7 +41,7 @@ def test_logprobs_from_logits(inplace: bool, dtype: torch.dtype, device: str) ->
 @devices
 def test_entropy_from_logits(device: str) -> None:
     logits = torch.randn(3, 4, 50, device=device)
-    expected = truth(logits, torch.zeros(3, 4, dtype=torch.int64, device=device))[1]
+    expected = in_torch.token_stats(logits)[2]
     torch.testing.assert_close(entropy_from_logits(logits), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -61,7 +55,7 @@ def test_from_hidden_states(reduction: str, device: str) -> None:
     )
     labels = torch.randint(50, (3, 4), generator=g).to(device)
     found = linear_cross_entropy(hidden, matrix, labels, 0.7, reduction)
-    logprobs, entropy = truth(hidden @ matrix.T / 0.7, labels)
+    logprobs, _, entropy = in_torch.token_stats(hidden @ matrix.T / 0.7, labels)
     if reduction != "none":
         logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()
     for ours, true in zip(found, (logprobs, entropy), strict=True):

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -315,7 +316,8 @@ def test_patterns_of_fills(dtype: torch.dtype, value: float, pattern: int | None
 
 def forked(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Record an op with a launch on a side stream and two others, and return its argument."""
-    monkeypatch.setattr(launcher._side, "streams", {0: (_Stream(), _Event())}, raising=False)
+    side = SimpleNamespace(cuda_stream=77), SimpleNamespace(cuda_event=55)
+    monkeypatch.setattr(launcher._side, "streams", {0: side}, raising=False)
 
     def op(x: Tensor) -> Tensor:
         result, active = torch.zeros_like(x), recording.thread.recorder
@@ -357,14 +359,6 @@ def test_an_error_on_a_side_stream_leaves_none_apart(
         ops.replay(x)
     assert [entry[0] for entry in ops.driver.log[-3:]] == ["launch", "record", "wait"]
     assert ops.driver.log[-2:] == [("record", 55, 77), ("wait", 55, None)]
-
-
-class _Stream:
-    cuda_stream = 77
-
-
-class _Event:
-    cuda_event = 55
 
 
 def test_views_of_a_workspace_are_arguments_of_launches(ops: Ops) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ctc import Batch, batch_of, reduced_loss, results
+from helpers.memory import no_waits
 from helpers.rows import KERNEL_DEVICES
 
 import partita
@@ -142,11 +143,8 @@ def test_replay_sees_other_lengths_and_never_waits_for_the_host(
 
     with torch.cuda.stream(torch.cuda.Stream()):
         step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

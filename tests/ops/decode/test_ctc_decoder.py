@@ -3,12 +3,14 @@
 import itertools
 import math
 import pickle
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from helpers.decode import enumerate_prefixes
 from helpers.errors import raises
-from helpers.ngrams import model_of
+from helpers.ngrams import SENTENCES, model_of
 from torch import Tensor
 
 import partita
@@ -16,7 +18,6 @@ from partita import CTCDecoder, NgramLM, PhraseBoost, Transcripts
 
 LABELS = ["", "a", "b", " "]
 PIECES = ["▁", "a", "", "▁a", "ab", "▁b"]  # several label sequences spell one text
-SENTENCES = [text.split() for text in ("a ab b", "b a", "ab ab a", "b b ab", "a", "bab b a")]
 EVERYTHING = {"beam_width": 256, "cutoff_top_n": None}
 BACKENDS = ["reference", "numba"]
 
@@ -34,12 +35,10 @@ def drawn(T: int, C: int, seed: int = 0, N: int = 1, scale: float = 1.5) -> Tens
 
 def texts_of_paths(log_probs: Tensor, labels: list[str], blank: int) -> dict[str, float]:
     """Return the log-probability of each text, by all paths through `[T, C]`."""
-    T, C = log_probs.shape
-    found: dict[str, float] = {}
-    for path in itertools.product(range(C), repeat=T):
-        emitted = [labels[c] for c, _ in itertools.groupby(path) if c != blank]
-        text = " ".join("".join(emitted).replace("▁", " ").split())
-        found[text] = found.get(text, 0.0) + math.exp(float(log_probs[range(T), path].sum()))
+    found: dict[str, float] = defaultdict(float)
+    for tokens, log_prob in enumerate_prefixes(log_probs, blank).items():
+        text = "".join(labels[c] for c in tokens).replace("▁", " ")
+        found[" ".join(text.split())] += math.exp(log_prob)
     return {text: math.log(p) for text, p in found.items()}
 
 
@@ -116,12 +115,8 @@ def test_unigrams_are_the_known_words(model: NgramLM, name: str) -> None:
 def test_tokens_are_the_words(model: NgramLM, name: str) -> None:
     labels = ["<blank>", "a", "b", "x"]
     x = drawn(4, 4, seed=5)
-    sequences: dict[tuple[int, ...], float] = {}
-    for path in itertools.product(range(4), repeat=4):
-        tokens = tuple(c for c, _ in itertools.groupby(path) if c)
-        p = math.exp(float(x[range(4), 0, path].sum()))
-        sequences[tokens] = sequences.get(tokens, 0.0) + p
-    spaced = {" ".join(labels[c] for c in tokens): math.log(p) for tokens, p in sequences.items()}
+    sequences = enumerate_prefixes(x[:, 0], 0)
+    spaced = {" ".join(labels[c] for c in tokens): p for tokens, p in sequences.items()}
     boost = PhraseBoost(["ab"], labels, 2.0)
     extra = {text: added(text, model) + 2 * occurrences("a b", text) for text in spaced}
     decoder = CTCDecoder(labels, language_model=model, unit="token")

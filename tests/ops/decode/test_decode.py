@@ -1,31 +1,14 @@
 """The decoders against the enumeration of all paths, and the contract of their results."""
 
-import itertools
 import math
-from collections import defaultdict
 
 import pytest
 import torch
 from helpers.ctc import NEEDS_NUMBA, backends
-from helpers.decode import assert_same, batch
+from helpers.decode import assert_same, batch, collapse, enumerate_prefixes
 
 import partita
 from partita.ops.decode import reference
-
-
-def collapse(path: tuple[int, ...], blank: int) -> tuple[int, ...]:
-    return tuple(c for c, _ in itertools.groupby(path) if c != blank)
-
-
-def enumerate_prefixes(log_probs: torch.Tensor, blank: int) -> dict[tuple[int, ...], float]:
-    """Return the log-probability of each sequence of tokens, summed over all paths."""
-    terms = defaultdict(list)
-    T, C = log_probs.shape
-    for path in itertools.product(range(C), repeat=T):
-        terms[collapse(path, blank)].append(
-            math.exp(sum(float(log_probs[t, c]) for t, c in enumerate(path)))
-        )
-    return {tokens: math.log(math.fsum(values)) for tokens, values in terms.items()}
 
 
 @backends

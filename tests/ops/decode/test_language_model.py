@@ -163,13 +163,6 @@ def test_the_default_device_has_no_effect(path: Path, tmp_path: Path) -> None:
     assert loaded.advance(loaded.start(1))[0].device == torch.device("cpu")
 
 
-def test_advance_is_one_graph(trigrams: NgramLM) -> None:
-    states = trigrams.advance(trigrams.start(1))[1][0]
-    compiled = torch.compile(trigrams.advance, backend="eager", fullgraph=True)
-    for ours, theirs in zip(compiled(states), trigrams.advance(states), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_gzip_is_read(tmp_path: Path, trigrams: NgramLM) -> None:
     path = tmp_path / "model.arpa.gz"
     path.write_bytes(gzip.compress((tmp_path / "trigrams.arpa").read_bytes()))
@@ -375,16 +368,6 @@ def test_wrong_arguments_are_named(tmp_path: Path, trigrams: NgramLM) -> None:
             call()
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_what_is_no_state_has_no_score(trigrams: NgramLM) -> None:
-    S = int(trigrams._trie.backoffs.shape[0])
-    states = torch.tensor([0, -1, S, S - 1])
-    scores, _ = trigrams.advance(states)
-    assert scores.isnan().all(1).tolist() == [False, True, True, False]
-    assert trigrams.final(states).isnan().tolist() == [False, True, True, False]
-    assert torch.equal(scores[[0, 3]], trigrams.advance(states[[0, 3]])[0])
-
-
 def test_progress_is_shown_on_a_terminal(
     tmp_path: Path, trigrams: NgramLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,19 +388,3 @@ def test_progress_is_shown_on_a_terminal(
         if shown:
             assert f"{path}: 100% of" in stream.getvalue()
             assert stream.getvalue().endswith("\r\x1b[K")
-
-
-@pytest.mark.gpu
-def test_a_gpu_has_the_same_scores(trigrams: NgramLM) -> None:
-    moved = trigrams.to("cuda")
-    assert moved.device.type == "cuda"
-    assert torch.equal(moved.score(OTHERS).cpu(), trigrams.score(OTHERS))
-    states = trigrams.advance(trigrams.start(1))[1][0]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = moved.advance(moved.start(1)[0].expand(3))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert found[0].shape == (3, len(trigrams.words))
-    for ours, theirs in zip(moved.advance(states.cuda()), trigrams.advance(states), strict=True):
-        assert torch.equal(ours.cpu(), theirs)

@@ -96,14 +96,6 @@ def test_no_phrases_add_nothing() -> None:
     assert scores.shape == states.shape == (0, len(LABELS))
 
 
-def test_advance_is_one_graph() -> None:
-    boost = PhraseBoost(list(PHRASES), LABELS, 1.0)
-    states = torch.arange(3)
-    compiled = torch.compile(boost.advance, backend="eager", fullgraph=True)
-    for ours, theirs in zip(compiled(states), boost.advance(states), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_wrong_arguments_are_named() -> None:
     boost = PhraseBoost(["ab"], LABELS, 1.0)
     for call, message in (
@@ -123,28 +115,3 @@ def test_wrong_arguments_are_named() -> None:
     ):
         with raises(message):
             call()
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_what_is_no_state_has_no_score() -> None:
-    boost = PhraseBoost(["ab"], LABELS, 1.0)
-    states = torch.tensor([0, -1, 1, 99])
-    scores, _ = boost.advance(states)
-    assert scores.isnan().all(1).tolist() == [False, True, False, True]
-    assert boost.final(states).isnan().tolist() == [False, True, False, True]
-    assert torch.equal(scores[[0, 2]], boost.advance(states[[0, 2]])[0])
-
-
-@pytest.mark.gpu
-def test_a_gpu_has_the_same_scores() -> None:
-    boost = PhraseBoost(list(PHRASES), LABELS, list(PHRASES.values()))
-    moved = boost.to("cuda")
-    states = torch.arange(len(boost._arcs.credits))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = moved.advance(moved.start(3))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert found[0].shape == (3, len(LABELS))
-    for ours, theirs in zip(moved.advance(states.cuda()), boost.advance(states), strict=True):
-        assert torch.equal(ours.cpu(), theirs)

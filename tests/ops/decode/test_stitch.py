@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import raises
+from helpers.memory import no_waits
 from torch import Tensor
 
 import partita
@@ -168,7 +169,7 @@ def plain_stitch(calls: Basecalls, overlap: int, length: int) -> tuple[list[int]
 OVERLAP, LENGTHS = 11, (83, 30, 19, 12, 49, 0)  # with T = 30: 4, 1, 1, 1, 2 and 1 chunks
 
 
-def chunks_of_reads(device: str = "cpu") -> tuple[Basecalls, list[int]]:
+def chunks_of_reads() -> tuple[Basecalls, list[int]]:
     """Return calls of noise in chunks of 30 steps, and the number of chunks of each read."""
     T, stride = 30, 30 - OVERLAP
     counts = [1 + max(0, -(-(length - T) // stride)) for length in LENGTHS]
@@ -178,7 +179,7 @@ def chunks_of_reads(device: str = "cpu") -> tuple[Basecalls, list[int]]:
         scores[length:] = torch.nan
         chunks += [scores[n * stride : n * stride + T] for n in range(count)]
         lengths += [T] * (count - 1) + [length - (count - 1) * stride]
-    batch = torch.cat(chunks, 1).to(device)
+    batch = torch.cat(chunks, 1)
     return partita.ctc_crf_decode(
         batch, state_len=2, alphabet_size=BASES + 1, input_lengths=lengths
     ), counts
@@ -300,11 +301,8 @@ def test_a_batch_of_reads_on_a_gpu() -> None:
     calls, counts = chunks_of_reads()
     expected = stitch(calls, OVERLAP, chunks=counts, length=LENGTHS)
     on_gpu = Basecalls(*(part.cuda() for part in calls))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         found = stitch(on_gpu, OVERLAP, chunks=counts, length=LENGTHS)
         quality = found.mean_q(5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for a, b in zip((*found, quality), (*expected, expected.mean_q(5)), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=0)

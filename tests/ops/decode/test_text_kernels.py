@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.ngrams import model_of
+from helpers.ngrams import SENTENCES, model_of
 from helpers.rows import kernel_devices
 from torch import Tensor
 
@@ -13,7 +13,6 @@ import partita
 from partita import CTCDecoder, NgramLM, PhraseBoost, Transcripts
 
 LABELS = ["", "a", "b", " "]
-SENTENCES = [text.split() for text in ("a ab b", "b a", "ab ab a", "b b ab", "a", "bab b a")]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ import io
 import math
 import pickle
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,46 +148,35 @@ def test_models_choose_among_labels(durations: tuple[int, ...] | None, model: Ng
     assert changed > len(SEEDS)
 
 
+def own_model(scores: torch.Tensor, start: Callable[[int], torch.Tensor]) -> Any:
+    """Return a model that scores labels alike after anything, and whose states count them."""
+
+    def advance(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        following = torch.stack([states + 1] * len(scores), 1)
+        return scores.expand(len(states), -1), following
+
+    return SimpleNamespace(start=start, advance=advance, final=torch.zeros_like)
+
+
 def test_a_model_of_ones_own() -> None:
-    class Never:
-        """Gives no probability to one label; its states have two numbers."""
-
-        def start(self, B: int) -> torch.Tensor:
-            return torch.zeros(B, 2)
-
-        def advance(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = torch.zeros(len(states), len(LABELS))
-            scores[:, 2] = -torch.inf
-            return scores, (states + 1)[:, None].expand(-1, len(LABELS), -1)
-
-        def final(self, states: torch.Tensor) -> torch.Tensor:
-            return states[:, 0]
-
+    """It gives no probability to one label, and its states have two numbers."""
+    scores = torch.zeros(len(LABELS)).index_fill(0, torch.tensor(2), -torch.inf)
+    never = own_model(scores, lambda B: torch.zeros(B, 2))
     network = transducer(blank_bias=0.0, seed=1)
     assert (network.search(rnnt_greedy_search).tokens == 2).any()
-    found = network.search(rnnt_greedy_search, language_model=Never(), alpha=1.0)
+    found = network.search(rnnt_greedy_search, language_model=never, alpha=1.0)
     assert not (found.tokens == 2).any()
-    without = network.search(rnnt_greedy_search, language_model=Never(), alpha=0.0)
+    without = network.search(rnnt_greedy_search, language_model=never, alpha=0.0)
     assert torch.equal(without.scores, network.search(rnnt_greedy_search).scores)
     (states,) = found.state.models
     assert torch.equal(states, found.lengths.expand(-1, 2).float())
 
 
 def test_a_model_without_a_possible_label() -> None:
-    class Nothing:
-        def start(self, B: int) -> torch.Tensor:
-            return torch.zeros(B)
-
-        def advance(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = torch.full((len(states), len(LABELS)), -torch.inf)
-            return scores, states[:, None].expand(-1, len(LABELS))
-
-        def final(self, states: torch.Tensor) -> torch.Tensor:
-            return states
-
+    nothing = own_model(torch.full((len(LABELS),), -torch.inf), torch.zeros)
     network = transducer()
     plain = network.search(rnnt_greedy_search)
-    found = network.search(rnnt_greedy_search, language_model=Nothing())
+    found = network.search(rnnt_greedy_search, language_model=nothing)
     assert torch.equal(found.tokens, plain.tokens)
     assert (found.scores[:, 0] == -torch.inf).tolist() == [n > 0 for n in plain.lengths[:, 0]]
 

@@ -31,14 +31,13 @@ def heads_of(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     bias: bool = False,
-    classes: int = CLASSES,
     teacher_dtype: torch.dtype | None = None,
 ) -> list[Tensor | None]:
     """Return the heads of a student with 8 hidden numbers and a teacher with 16."""
-    g = torch.Generator().manual_seed(classes)
+    g = torch.Generator().manual_seed(CLASSES)
     found: list[Tensor | None] = []
     for hidden, of_head in ((8, dtype), (16, teacher_dtype or dtype)):
-        sizes = ((TOKENS, hidden), (classes, hidden), (classes,))
+        sizes = ((TOKENS, hidden), (CLASSES, hidden), (CLASSES,))
         numbers = [torch.randn(*size, generator=g) / 2 for size in sizes]
         found += [number.to(of_head).to(device) for number in numbers]
         if not bias:

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.linear import Batch, batch_of, budgets, check, ours, results
+from helpers.memory import no_waits
 from helpers.rows import kernel_devices
 
 import partita
@@ -320,13 +321,10 @@ def test_large_batches(chunked, classes, share, spy, monkeypatch) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         found = train()
         peak = torch.cuda.max_memory_allocated() - before
         second = train()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert spy.call_count == 5
     assert all(torch.equal(a, b) for a, b in zip(found, second, strict=True))
     assert peak <= 2 * (hidden.numel() + matrix.numel()) + budget + 2**21

@@ -1,6 +1,5 @@
 """Factors of low rank beside the matrix, against the merged matrix in fp64."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 import partita
 from partita.ops.linear_heads.plan import low_rank_bytes
 from partita.testing import assert_within_budget, poisoned_memory
+from partita.testing.samples import Draw, heads
 
 M, H, C, R = 40, 24, 300, 5
 fp32 = torch.float32
@@ -265,32 +265,10 @@ def test_the_plan_counts_the_factors() -> None:
         partita.linear_cross_entropy_plan(*sizes, low_rank=-1)
 
 
-def functions() -> list[tuple[str, Callable[..., Any]]]:
-    target, ids = torch.tensor([1, 2]), torch.tensor([[0, 1], [2, 3]])
-    teacher = partita.topk_logprobs(torch.zeros(2, 4), 2)
-    support, kl = (torch.tensor([0, 1]), torch.tensor([0, 1, 2])), {"kl": 1.0}
-    return [
-        ("cross_entropy", lambda *head, **k: partita.linear_cross_entropy(*head, target, **k)),
-        ("token_stats", lambda *head, **k: partita.linear_token_stats(*head, target, **k)),
-        (
-            "support_stats",
-            lambda *head, **k: partita.linear_support_stats(*head, target, *support, **k),
-        ),
-        ("truncated", lambda *head, **k: partita.linear_truncated_stats(*head, target, **k)),
-        ("logprobs", lambda *head, **k: partita.linear_logprobs(*head, ids, **k)),
-        ("topk_logprobs", lambda *head, **k: partita.linear_topk_logprobs(*head, 2, **k)),
-        ("divergence", lambda *head, **k: partita.linear_divergence(*head, *head, **k)),
-        (
-            "distillation",
-            lambda *head, **k: partita.linear_distillation_loss(*head, *head, weights=kl, **k),
-        ),
-        ("topk_divergence", lambda *head, **k: partita.linear_topk_divergence(*head, teacher, **k)),
-    ]
-
-
-@pytest.mark.parametrize(("name", "function"), functions())
-def test_wrong_arguments(name: str, function: Callable[..., Any]) -> None:
-    head, A, B = (torch.zeros(2, 3), torch.zeros(4, 3)), torch.zeros(5, 3), torch.zeros(4, 5)
+@pytest.mark.parametrize("call", heads.CALLS, ids=lambda call: call.name)
+def test_wrong_arguments(call: heads.Call) -> None:
+    sample = call.sample(Draw(), sizes={"rows": 2, "hidden": 3, "classes": 4})
+    A, B = torch.zeros(5, 3), torch.zeros(4, 5)
     states = torch.zeros(2, 5)
     wrong: list[tuple[Any, type[Exception], str]] = [
         (7, TypeError, r"low_rank: expected \(H, B\), a LoRA or None, got 7"),
@@ -307,4 +285,4 @@ def test_wrong_arguments(name: str, function: Callable[..., Any]) -> None:
     ]
     for low_rank, error, message in wrong:
         with pytest.raises(error, match=message):
-            function(*head, low_rank=low_rank)
+            sample.run(low_rank=low_rank)

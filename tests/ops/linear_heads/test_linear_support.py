@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers.errors import raises
 from helpers.invariance import differences, of_rows, rows_of
 from helpers.linear import CLASSES, PLANS, TOKENS, Batch, batch_of, budgets, leaves_of
+from helpers.memory import no_waits
 from helpers.rows import INTERPRETING, devices, kernel_devices
 from helpers.support import IGNORED, Recorded, enumerated, gradients, recorded
 from torch import Tensor
@@ -284,11 +285,8 @@ def test_offsets_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         pairs = zip(gradients(found, x[:3]), gradients(expected, x[:3]), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
     if device == "cuda":  # Every row has ids, so nothing waits.
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             torch.autograd.grad(call(x, on_host).logprob.sum(), x[:2])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         graph, x = torch.cuda.CUDAGraph(), x._replace(input=x.input.detach())
         with torch.cuda.graph(graph):
             captured = call(x, on_host)
