@@ -278,12 +278,12 @@ def edge_posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: A
 
 @jit
 def share_of_one(posterior: Any) -> float:
-    """Return the factor of the posteriors of a step: 1, unless their sum is clearly above 1.
+    """Return the factor of the posteriors of a step: 1, unless their sum is clearly another number.
 
     Beside a score as -1e30 the others have no digit, and each of many equal paths seems certain.
     """
     total = sum_in_any_order(posterior)
-    return 1.0 / total if total > 1.0 + 1e-6 else 1.0
+    return 1.0 / total if total > 0.0 and abs(total - 1.0) > 1e-6 else 1.0
 
 
 @jit(inline="always")
