@@ -59,7 +59,9 @@ def as_tensor(name: str, value: Any) -> Tensor:
         if np.ma.is_masked(value):
             value = value.astype(np.float64).filled(np.nan)
         array = np.asarray(value)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        # PyTorch takes neither a read-only array nor one that is read backwards.
+        is_taken = array.flags.writeable and min(array.strides, default=0) >= 0
+        return torch.from_numpy(array if is_taken else array.copy())
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name}: expected a tensor, an array or lists of numbers, got {type(value).__name__}"
