@@ -12,6 +12,9 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+KNOWN_OPERANDS = 4096  # pairs of operands that are remembered, as loops have many numbers
+SHARED_ELEMENTS = 1024  # of the largest constant that is shared
+
 
 def make_interpreter_faster() -> None:
     """Change the interpreter of this process."""
@@ -19,6 +22,7 @@ def make_interpreter_faster() -> None:
     _patch_language_once_per_launch()
     _skip_sums_for_assertions_that_are_off()
     _share_types_and_shapes()
+    _check_operands_once()
 
 
 def _call_builtins_directly() -> None:
@@ -157,3 +161,51 @@ def _share_types_and_shapes() -> None:
     core.tensor.__init__ = construct_tensor
     TritonSemantic.broadcast_impl_value = broadcast_unequal_shapes
     interpreter._get_np_dtype = shared_numpy_dtype
+
+
+def _check_operands_once() -> None:
+    """Compare the types of operands once for each pair, and share the blocks of constants.
+
+    Otherwise each operation compares the types of its operands anew, and makes a block of each
+    number. A block that is shared cannot be written.
+    """
+    check, unwrap = TritonSemantic.binary_op_type_checking_impl, core._unwrap_if_constexpr
+    equal_dtypes = core.dtype.__eq__
+    numbers = {bool, int, float}
+    unwrapped = {core.tensor, core.dtype, *numbers, str, type(None)}
+    # What takes the place of each operand: a constant, or None for the operand itself.
+    known: dict[tuple[Any, ...], tuple[core.tensor | None, ...]] = {}
+
+    def checked(self: Any, lhs: Any, rhs: Any, *flags: bool, **named_flags: bool) -> Any:
+        kinds = []
+        for operand in (lhs, rhs):
+            if type(operand) is core.tensor:
+                kinds.append(operand.type.name)
+            elif type(operand) in numbers:
+                kinds += [type(operand), operand]
+            else:
+                return check(self, lhs, rhs, *flags, **named_flags)
+        key = (*kinds, *flags, *named_flags.items())
+        if key in known:
+            left, right = known[key]
+            return lhs if left is None else left, rhs if right is None else right
+        results = check(self, lhs, rhs, *flags, **named_flags)
+        places = []
+        for operand, result in zip((lhs, rhs), results, strict=True):
+            if result is operand:
+                places.append(None)
+            elif type(operand) in numbers and result.handle.data.size <= SHARED_ELEMENTS:
+                result.handle.data.setflags(write=False)
+                places.append(result)
+        if len(places) == 2:
+            if len(known) == KNOWN_OPERANDS:
+                known.clear()
+            known[key] = tuple(places)
+        return results
+
+    def equal_or_same(self: core.dtype, other: object) -> bool:
+        return self is other or equal_dtypes(self, other)
+
+    TritonSemantic.binary_op_type_checking_impl = checked
+    core._unwrap_if_constexpr = lambda value: value if type(value) in unwrapped else unwrap(value)
+    core.dtype.__eq__ = equal_or_same
