@@ -182,7 +182,7 @@ def _check_operands_once() -> None:
             if type(operand) is core.tensor:
                 kinds.append(operand.type.name)
             elif type(operand) in numbers:
-                kinds += [type(operand), operand]
+                kinds.append(repr(operand))  # as 0.0 equals -0.0, and True equals 1
             else:
                 return check(self, lhs, rhs, *flags, **named_flags)
         key = (*kinds, *flags, *named_flags.items())
