@@ -151,15 +151,14 @@ class BeamSearchDecoderCTC:
             >>> decoder.decoder.beta
             0.5
         """
-        given = {
-            "alpha": alpha,
-            "beta": beta,
-            "unk_score_offset": unk_score_offset,
-            "score_boundary": lm_score_boundary,
-        }
-        for name, value in given.items():
-            if value is not None:
-                setattr(self.decoder, name, value)
+        if alpha is not None:
+            self.decoder.alpha = alpha
+        if beta is not None:
+            self.decoder.beta = beta
+        if unk_score_offset is not None:
+            self.decoder.unk_score_offset = unk_score_offset
+        if lm_score_boundary is not None:
+            self.decoder.score_boundary = lm_score_boundary
 
     def _decode(
         self, logits_list: Sequence[Any], beam_width: int, nbest: int, options: dict[str, Any]
