@@ -172,6 +172,11 @@ def test_what_a_mask_leaves_out_is_missing(kind: str) -> None:
     assert model.score(whole) == model.score(X)
 
 
+def test_an_array_that_is_read_backwards() -> None:
+    X, model = values_of("diag", 40), model_of("diag")
+    assert model.score(X.numpy()[::-1]) == model.score(X.flip(0))
+
+
 def test_missing_values_are_left_out_of_the_statistics() -> None:
     X = torch.tensor([[1.0, NAN], [3.0, 5.0], [NAN, NAN], [NAN, 9.0]])
     model = GaussianHMM(1, covars_prior=0.0, n_iter=1).fit(X)
