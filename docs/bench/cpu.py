@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numba
@@ -24,7 +24,7 @@ import partita
 from partita.cli.info import cpu
 
 Loss = Callable[[Tensor], Tensor]
-COLUMNS = ("op", "size", "provider", "min_ms", "repetitions", "machine", "torch")
+Row = tuple[str, str, str, float, int]  # op, size, provider, ms and repetitions
 
 
 def ctc(generator: torch.Generator) -> tuple[str, Tensor, dict[str, Loss]]:
@@ -83,26 +83,44 @@ def milliseconds(losses: dict[str, Loss], x: Tensor, repetitions: int) -> dict[s
     return best
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Time a few ops on the CPU beside PyTorch.")
+def measured(repetitions: int) -> Iterator[Row]:
+    for op, case in CASES.items():
+        size, x, losses = case(torch.Generator().manual_seed(0))
+        ours, theirs = (gradient(loss, x) for loss in losses.values())
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        for name, least in milliseconds(losses, x, repetitions).items():
+            yield op, size, name, least, repetitions
+
+
+def write_table(
+    description: str,
+    time: str,
+    measured: Callable[[int], Iterator[Row]],
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Measure with one thread, and write the table that the command line names.
+
+    Args:
+        description: what is timed.
+        time: the column of the times.
+        measured: yields the rows, given the number of repetitions.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="table to write")
     parser.add_argument("--repetitions", type=int, default=30, help="(default 30)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     numba.set_num_threads(1)
+    machine = (cpu().partition(",")[0], torch.__version__)
     records = []
-    for op, case in CASES.items():
-        size, x, losses = case(torch.Generator().manual_seed(0))
-        ours, theirs = (gradient(loss, x) for loss in losses.values())
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-        for name, least in milliseconds(losses, x, options.repetitions).items():
-            run = (options.repetitions, cpu().partition(",")[0], torch.__version__)
-            records.append((op, size, name, f"{least:.4g}", *run))
-            print(*records[-1], flush=True)
+    for op, size, provider, ms, repetitions in measured(options.repetitions):
+        records.append((op, size, provider, f"{ms:.4g}", repetitions, *machine))
+        print(*records[-1], flush=True)
     with options.out.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerows([COLUMNS, *records])
+        columns = ("op", "size", "provider", time, "repetitions", "machine", "torch")
+        table.writerows([columns, *records])
 
 
 if __name__ == "__main__":
-    main()
+    write_table("Time a few ops on the CPU beside PyTorch.", "min_ms", measured)
