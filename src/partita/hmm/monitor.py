@@ -81,7 +81,7 @@ class ConvergenceMonitor:
 
     @property
     def converged(self) -> bool:
-        """Whether the last gain is below `tol`, or `n_iter` iterations are done."""
+        """Return whether the last gain is below `tol`, or `n_iter` iterations are done."""
         return self.iter == self.n_iter or (
             len(self.history) > 1 and self.history[-1] - self.history[-2] < self.tol
         )
